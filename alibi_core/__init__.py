@@ -1,6 +1,6 @@
 """ALiBi (Attention with Linear Biases, arXiv 2108.12409) for any array library.
 
-The core says what ALiBi is: its slopes, its bias, and the attention that every backend must agree with. It needs NumPy
+The core defines ALiBi: its slopes, its bias, and the attention that every backend must agree with. It needs NumPy
 and array-api-compat alone and works on the arrays of any library that follows the array API standard.
 """
 

@@ -1,4 +1,4 @@
-"""The reference attention. It defines what every backend means; it does not try to be fast or lean."""
+"""The reference attention. It defines the result of every backend; it is not optimised for speed or memory."""
 
 from __future__ import annotations
 
@@ -32,45 +32,47 @@ def attention(
 ) -> Any:
     """Return ALiBi attention: ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
-    Scores, bias and softmax are float32 (float64 for float64 inputs); the result has the dtype of ``query``. A query
-    that may look nowhere gives zeros.
+    Scores, bias and softmax are float32 (float64 for float64 inputs); the result has the dtype of ``query``. The
+    result of a fully masked query is zeros.
 
     Args:
         query: ``[..., num_heads, q_len, head_dim]`` of float16, bfloat16, float32 or float64.
         key: ``[..., num_kv_heads, kv_len, head_dim]``. ``num_kv_heads`` divides ``num_heads``; query head ``h`` reads
             key/value head ``h // (num_heads // num_kv_heads)``.
-        value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[..., num_heads]``, not negative; NumPy's serve any library. Default: the
-            canonical slopes.
+        value: The same shape as ``key``.
+        slopes: ``[num_heads]`` or ``[..., num_heads]``, not negative; a NumPy array is accepted with any library.
+            Default: the canonical slopes.
         is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query, shaped as ``slopes`` may be.
-            Default ``slopes`` (symmetric); zeros give the clamped form.
-        q_offset: Position of the first query, in tokens, one for all or one for each batch entry, of any integer type;
-            the first key has position 0. Default ``kv_len - q_len``, which aligns the last query with the last key.
-        segment_ids: ``[..., length]`` integers for packed sequences: a query sees the keys of its own id. Distances are
-            counted along the row: within a sequence whose ids stand together they are what they would be alone. A pair
-            ``(queries, keys)`` where queries are only some of the row's tokens.
+        future_slopes: With ``is_causal=False``, the slopes for keys after the query, in a shape that ``slopes`` may
+            have. Default ``slopes`` (symmetric); zeros give the clamped form.
+        q_offset: Position of the first query, in tokens: an int, or an array of any integer dtype, ``[]`` or one value
+            for each batch entry. The first key has position 0. Default ``kv_len - q_len``, which aligns the last query
+            with the last key.
+        segment_ids: ``[..., length]`` integers for packed sequences: a query sees the keys with its own id. Distances
+            are counted along the row, so a contiguous sequence has the same distances as alone. Give a pair
+            ``(queries, keys)`` if the queries are not all tokens of the row.
         window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``. A mask of
-            tokens, ``[batch, kv_len]``, is ``mask[:, None, None, :]``. Where sizes agree so that a mask of two or three
-            axes might be meant as one of ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``, it is refused.
-        positions: Positions of the caller's own, integer or floating: one array for queries and keys alike, or a pair
-            ``(queries, keys)``, ``[..., length]`` on a line or ``[..., length, dims]`` in space. NaN is for a token
-            without a position: its distance to every token is 0. Causal attention is by position, on a line only, and
-            a query sees the keys at its own position. In place of ``q_offset`` and ``window_size``.
-        distance: Between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``. On a line all are the same.
+        mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``. Write a mask
+            of tokens, ``[batch, kv_len]``, as ``mask[:, None, None, :]``. A mask of two or three axes is refused where
+            its sizes would also fit ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``.
+        positions: Explicit positions, integer or floating: one array for queries and keys alike, or a pair
+            ``(queries, keys)``; ``[..., length]`` on a line or ``[..., length, dims]`` in space. A token without a
+            position has NaN: its distance to every token is 0. Causal attention compares positions, on a line only, and
+            a query sees the keys at its own position. Excludes ``q_offset`` and ``window_size``.
+        distance: Distance between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``. All are the same on a
+            line.
         law: How the penalty grows with the distance d: ``"linear"``, d; ``"log"``, ``log(1 + d)``; ``"sqrt"``,
             ``sqrt(d)``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them. -inf
+        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, with the axes of ``mask``. -inf
             hides a key, as a mask does.
-        return_weights: Return the pair of the result and the weights, ``[..., num_heads, q_len, kv_len]``, of its
-            dtype: zeros for a query that may look nowhere.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
-            are not known, so none are refused.
+        return_weights: Return the pair of the result and the weights, ``[..., num_heads, q_len, kv_len]``, in the dtype
+            of the result; weights of a fully masked query are zeros.
+        allow_negative_slopes: Accept negative slopes, which reward distance. A compiled program accepts them always:
+            their values are unknown there.
 
     Returns:
-        ``[..., num_heads, q_len, head_dim]``, of the dtype and on the device of ``query``.
+        ``[..., num_heads, q_len, head_dim]``, with the dtype and device of ``query``.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
@@ -118,25 +120,28 @@ def dense_attention(
     softmax: Callable[[Any], Any] | None = None,
     drop: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Compute ``call`` on heads-first tensors, whole score matrix and all, in operations of the standard.
+    """Compute ``call`` on heads-first tensors with a dense score matrix, in operations of the standard.
 
     Args:
-        call: The call.
+        call: The checked arguments.
         query: ``[..., num_heads, q_len, head_dim]``.
         key: ``[..., num_kv_heads, kv_len, head_dim]``.
-        value: Of the shape of ``key``.
-        softmax: Along the last axis, where scores are not all -inf. Default: in operations of the standard.
-        drop: Drops out weights, as ``call.dropout`` says; asked only if it is above 0.
+        value: The same shape as ``key``.
+        softmax: Softmax along the last axis; no row of scores is all -inf. Default: in operations of the standard.
+        drop: Function that applies dropout with probability ``call.dropout`` to weights; called only if that is above
+            0.
 
     Returns:
-        The result, or the pair of it and the weights that were applied, if the call asks for them.
+        The result, or the pair of the result and the applied weights if ``call.return_weights``.
     """
     xp = call.xp
     group = call.num_heads // call.num_kv_heads
     # queries [..., num_kv_heads, group, q_len, head_dim], keys [..., num_kv_heads, 1, kv_len, head_dim]
     query = _split_heads(xp, astype(xp, query, call.working_dtype), call.num_kv_heads, group)
     key, value = (astype(xp, x, call.working_dtype)[..., :, None, :, :] for x in (key, value))
+    # bias [..., num_heads, q_len, kv_len]; attends [..., q_len, 1], or None if every query sees a key
     bias, attends = call.bias()
+    # [..., num_kv_heads, group, q_len, kv_len]
     scores = times(xp, xp.matmul(query, xp.matrix_transpose(key)), call.scale)
     scores = scores + _split_heads(xp, bias, call.num_kv_heads, group)
     weights = _softmax(xp, scores) if softmax is None else softmax(scores)
@@ -144,7 +149,8 @@ def dense_attention(
         weights = drop(weights)
 
     def finished(array: Any) -> Any:
-        """Return ``[..., num_kv_heads, group, q_len, n]`` by heads, with zeros for queries that look nowhere."""
+        """Return ``[..., num_kv_heads, group, q_len, n]`` with one head axis, and zeros for fully masked queries."""
+        # [*batch, num_heads, q_len, n]
         array = xp.reshape(array, (*call.batch, call.num_heads, call.q_len, array.shape[-1]))
         if attends is not None:
             array = xp.where(attends, array, 0.0)
@@ -155,11 +161,13 @@ def dense_attention(
 
 
 def _softmax(xp: Namespace, scores: Any) -> Any:
-    if 0 in scores.shape:  # there is no maximum to take, and nothing to weigh
+    if 0 in scores.shape:  # max() of an empty axis would raise
         return scores
+    # No row is all -inf (see AttentionCall.bias), so the maximum is finite.
     weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return weights / xp.sum(weights, axis=-1, keepdims=True)
 
 
 def _split_heads(xp: Namespace, array: Any, num_kv_heads: int, group: int) -> Any:
+    """Return ``[..., num_heads, rows, n]`` as ``[..., num_kv_heads, group, rows, n]``."""
     return xp.reshape(array, (*array.shape[:-3], num_kv_heads, group, *array.shape[-2:]))

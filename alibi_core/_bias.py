@@ -1,4 +1,4 @@
-"""The bias: ``-slopes * distance``, and -inf where a query must not look."""
+"""The bias: ``-slopes * distance``, and -inf where masked."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def bias(
         -3   -2   -1    0  -inf
         -4   -3   -2   -1    0
 
-    and five queries over three keys, where the first two queries have nothing to attend to::
+    and five queries over three keys, where the first two queries are fully masked::
 
         -inf -inf -inf
         -inf -inf -inf
@@ -64,52 +64,54 @@ def bias(
          -1    0  -inf
          -2   -1    0
 
-    Distances are integers, the product is formed in float32 (float64 for a float64 result) and rounded once to
+    Distances are integers; the product is computed in float32 (float64 for a float64 result) and rounded once to
     ``dtype``. The same arguments give the same bits in every array library, eager or compiled.
 
-    A model trained with another bias needs that one. With ``contract``, what is finite here is bit for bit what
-    ``transformers`` adds to the model's scores, given the slopes of :func:`slopes`:
+    ``contract`` selects the bias that a family of models was trained with. Given the slopes of :func:`slopes`, every
+    finite element equals bit for bit the number that ``transformers`` adds to the model's scores:
 
     - ``"bloom"``: ``slopes[h] * j`` in float32, rounded to ``dtype``, the model's;
-    - ``"falcon"``: ``slopes[h] * j`` with slopes, ``j`` and product rounded to bfloat16 (so that from 256 on, positions
-      share numbers), then cast to ``dtype``, the model's. The model divides this and the product of query and key by
-      ``sqrt(head_dim)``: divide the result, or ``slopes``, for scores that are scaled already. Division by 8 is exact;
+    - ``"falcon"``: ``slopes[h] * j`` with slopes, ``j`` and product rounded to bfloat16 (so from 256 on, several
+      positions share one number), then cast to ``dtype``, the model's. The model divides the bias and the product of
+      query and key by ``sqrt(head_dim)``: divide the result, or ``slopes``, for scores that are scaled already.
+      Division by 8 is exact;
     - ``"mpt"``: ``slopes[h] * (j - (kv_len - 1))`` in float32, added to scores of any dtype. Padding counts as text;
     - ``"geometric"``: as ``"exact"``, with slopes by the rule of the paper's text.
 
-    BLOOM and Falcon count from the first key that is no padding: :func:`bias_from_positions` does where some is. Where
-    -inf stands here, the models have the least number of their dtype, which weighs as little next to any visible key.
-    Falcon in ``transformers`` 5.23 with ``attn_implementation="eager"`` adds all this twice; its default, "sdpa", once.
+    BLOOM and Falcon count from the first key that is not padding: use :func:`bias_from_positions` for padded texts. For
+    masked keys the models add the lowest number of their dtype instead of -inf; beside a visible key both weigh 0.
+    Falcon in ``transformers`` 5.23 with ``attn_implementation="eager"`` adds the bias twice; its default, "sdpa", once.
 
     Args:
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes. NumPy's serve any
-            library.
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes. A NumPy array is
+            accepted with any library.
         q_len: Number of queries, in tokens.
         kv_len: Number of keys, in tokens. Default ``q_len``.
         q_offset: Position of the first query, in tokens; the first key has position 0. Default ``kv_len - q_len``.
         is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of the shape of ``slopes``.
+        future_slopes: With ``is_causal=False``, the slopes for keys after the query, in the shape of ``slopes``.
             Default ``slopes``, which is symmetric; zeros give the form that clamps future distances to 0.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
-            are not known, so none are refused.
+        allow_negative_slopes: Accept negative slopes, which reward distance. A compiled program accepts them always:
+            their values are unknown there.
         law: How the penalty grows with the distance d: ``"linear"``, d; ``"log"``, ``log(1 + d)``; ``"sqrt"``,
-            ``sqrt(d)``. The same bits in every array library with ``"linear"``; with the others, within two units in
-            the last place.
-        contract: Whose bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``, with
-            which ``slopes`` must be the number of heads; the first three of these are causal.
-        xp: Array namespace of the result, or its name: ``torch``, ``"torch"``. Default that of ``slopes``, else NumPy.
-        dtype: Floating dtype of the result, or its name. Default that of ``slopes``, else float32; float32 alone with
-            ``"mpt"``.
-        device: Device of the result. Default that of ``slopes``.
+            ``sqrt(d)``. Results have the same bits in every array library with ``"linear"``; with the others they
+            agree within two units in the last place.
+        contract: Rounding and counting of the bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or
+            ``"geometric"``, which require ``slopes`` to be the number of heads; the first three of these are causal.
+        xp: Array namespace of the result, or its name: ``torch``, ``"torch"``. Default: the namespace of ``slopes``,
+            else NumPy.
+        dtype: Floating dtype of the result, or its name. Default: the dtype of ``slopes``, else float32; float32 alone
+            with ``"mpt"``.
+        device: Device of the result. Default: the device of ``slopes``.
 
     Returns:
-        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a distance
-        penalty beyond 65504 rounds to -inf, and a reward (of ``"bloom"`` or ``"falcon"``) to inf.
+        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a penalty beyond
+        65504 rounds to -inf, and a positive bias (``"bloom"``, ``"falcon"``) to inf.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
-        ValueError: If a length is negative, slopes are negative, not finite or misshapen, or ``future_slopes`` is
-            given for causal attention, or if the contract is unknown or does not go with the other arguments.
+        TypeError: If an argument is of the wrong kind, or arrays belong to different libraries.
+        ValueError: If a length is negative, slopes are negative, not finite or of a wrong shape, or ``future_slopes``
+            is given for causal attention, or if the contract is unknown or excludes another argument.
 
     Example:
         >>> import numpy as np
@@ -128,6 +130,7 @@ def bias(
     q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset, traced)
     checks.positions_fit(q_offset, q_len, kv_len)
     made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
+    # [q_len] and [kv_len], int32
     queries, keys = (arange(made_of.xp, length, made_of.device) for length in (q_len, kv_len))
     return made_of.between(relative_positions(made_of.xp, queries + q_offset, keys), keys)
 
@@ -150,38 +153,38 @@ def bias_from_positions(
 ) -> Any:
     """Return the ALiBi bias between explicit positions, ``-slopes[h] * law(distance(q_position, kv_position))``.
 
-    For packed sequences and padded batches, whose positions restart, for times, for points in the plane or in space,
-    and for anything else that knows its positions better than its lengths. A key is masked (-inf) when it lies after
-    the query (if causal) or when its segment id differs from the query's. A token whose position is NaN has none: its
-    distance to every token is 0, and no token is after it or before it.
+    Use it for packed sequences and padded batches, whose positions restart, for times, and for points in the plane or
+    in space. A key is masked (-inf) when it lies after the query (if causal) or when its segment id differs from the
+    query's. A token without a position has NaN: its distance to every token is 0, and no token is after it or before
+    it.
 
     Args:
         slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
         q_positions: ``[..., q_len]``, positions on a line, integer or floating; with ``distance``, points:
             ``[..., q_len, dims]``, or ``[q_len]`` for a line.
         kv_positions: ``[..., kv_len]`` or ``[..., kv_len, dims]``. Leading axes broadcast. Distances of 32-bit integers
-            are exact, however far apart; those of 64-bit integers must be below ``2**63``.
-        q_segment_ids: ``[..., q_len]`` integers. Both ids are given, or neither.
+            are exact, however far apart; distances of 64-bit integers must be below ``2**63``.
+        q_segment_ids: ``[..., q_len]`` integers. Give both ids or neither.
         kv_segment_ids: ``[..., kv_len]`` integers.
-        is_causal: Mask keys at later positions than the query. On a line only: False in space.
-        future_slopes: As for :func:`bias`. On a line only.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        distance: Of points: ``"manhattan"``, the sum of the differences along each dimension; ``"euclidean"``, the
-            root of the sum of their squares; ``"chebyshev"``, the largest of them.
-        law: As for :func:`bias`. The same bits in every array library for integers (32-bit ones less than 2**24 apart)
-            with ``"linear"``, on a line or with ``"manhattan"`` or ``"chebyshev"``; else within two units in the last
-            place.
-        contract: As for :func:`bias`. BLOOM and Falcon count positions by the padding mask (1 for text, 0 for padding),
-            ``(cumsum(mask) - 1) * mask``, and the mask serves as segment ids. Not ``"mpt"``, which counts columns:
-            its bias is :func:`bias`'s with any padding.
-        dtype: Floating dtype of the result, or its name. Default that of ``slopes``, else float32.
+        is_causal: Mask keys at later positions than the query, on a line only; must be False in space.
+        future_slopes: As in :func:`bias`: slopes for keys after the query. On a line only.
+        allow_negative_slopes: Accept negative slopes, which reward distance.
+        distance: Distance between points: ``"manhattan"``, the sum of the differences along each dimension;
+            ``"euclidean"``, the root of the sum of their squares; ``"chebyshev"``, the largest of them.
+        law: As in :func:`bias`: how the penalty grows with the distance. Results have the same bits in every array
+            library for integers (32-bit ones less than 2**24 apart) with ``"linear"``, on a line or with
+            ``"manhattan"`` or ``"chebyshev"``; otherwise they agree within two units in the last place.
+        contract: As in :func:`bias`: rounding and counting of the bias. BLOOM and Falcon count positions by the padding
+            mask (1 for text, 0 for padding), ``(cumsum(mask) - 1) * mask``, and the mask serves as segment ids.
+            ``"mpt"`` is refused, because it counts columns: use :func:`bias` with any padding.
+        dtype: Floating dtype of the result, or its name. Default: the dtype of ``slopes``, else float32.
 
     Returns:
         ``[..., num_heads, q_len, kv_len]`` array, on the device of ``q_positions``.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
-        ValueError: If shapes do not fit, or for what :func:`bias` raises it.
+        TypeError: If an argument is of the wrong kind, or arrays belong to different libraries.
+        ValueError: If shapes do not fit, or for the reasons listed in :func:`bias`.
 
     Example:
         Two sequences of two tokens, packed:
@@ -234,6 +237,7 @@ def bias_from_positions(
             f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
             "any padding"
         )
+    # Leading axes of positions, segment ids and slopes broadcast against each other.
     leading = {name: tuple(array.shape[:-1]) for name, array in named.items()}
     leading |= {"q_positions": q_points.shape[:-2], "kv_positions": kv_points.shape[:-2]}
     batch = _leading_shape(leading | {"slopes": made_of.slopes.shape[:-1]})
@@ -241,10 +245,13 @@ def bias_from_positions(
         checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
         checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
     precise = xp.float64 if _has_float64(xp) else xp.float32
+    # [..., 1, q_len, kv_len]
     relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise))
     same = None
     if q_segment_ids is not None and kv_segment_ids is not None:
-        q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))  # PyTorch compares no others
+        # PyTorch does not compare most unsigned integers.
+        q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))
+        # [..., 1, q_len, kv_len]
         same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
     return made_of.between(relative, kv_positions, same)
 
@@ -262,27 +269,28 @@ def key_bias(
 ) -> Any:
     """Return the key-only form of the causal bias: ``slopes[h] * (j - (kv_len - 1))``.
 
-    Softmax ignores what is constant along a row, so under a causal mask this one row a head gives the same attention
-    as the full bias. It is 0 at the last key, so that it is precise where attention is. It says nothing about
-    masking, and it is wrong for symmetric attention.
+    Softmax ignores a constant along a row, so under a causal mask this one row a head gives the same attention as the
+    full bias. It is 0 at the last key, so it is most precise near the last queries. It contains no mask, and it is
+    wrong for symmetric attention.
 
     Args:
         slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
         kv_len: Number of keys, in tokens.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        contract: As for :func:`bias`. ``"bloom"`` and ``"falcon"`` are 0 at the first key instead. MPT's with another
-            ``bias_max`` is the exact form of its slopes, ``key_bias(slopes(n, bias_max=b, contract="mpt"), kv_len)``.
-        xp: As for :func:`bias`.
-        dtype: Likewise.
-        device: Device of the result. Default that of ``slopes``.
+        allow_negative_slopes: Accept negative slopes, which reward distance.
+        contract: As in :func:`bias`: rounding and counting of the bias. ``"bloom"`` and ``"falcon"`` are 0 at the first
+            key instead. For MPT with another ``bias_max``, give its slopes to the exact contract:
+            ``key_bias(slopes(n, bias_max=b, contract="mpt"), kv_len)``.
+        xp: As in :func:`bias`: array namespace of the result, or its name.
+        dtype: As in :func:`bias`: floating dtype of the result, or its name.
+        device: Device of the result. Default: the device of ``slopes``.
 
     Returns:
         ``[num_heads, 1, kv_len]`` (or ``[batch, num_heads, 1, kv_len]``) array.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
-        ValueError: If the length is negative, slopes are negative, not finite or misshapen, or the contract is unknown
-            or does not go with the other arguments.
+        TypeError: If an argument is of the wrong kind, or arrays belong to different libraries.
+        ValueError: If the length is negative, slopes are negative, not finite or of a wrong shape, or the contract is
+            unknown or excludes another argument.
 
     Example:
         >>> key_bias(1, 4).tolist()
@@ -320,12 +328,12 @@ def linear_bias(
 
     Args:
         xp: The arrays' namespace.
-        slopes: ``[..., num_heads]``, in the dtype the product is to be formed in.
-        future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
+        slopes: ``[..., num_heads]``, in the dtype of the product.
+        future_slopes: The slopes where ``relative > 0``, in the shape of ``slopes``; None to use ``slopes`` there too.
         relative: Key minus query positions, which broadcast against ``[..., num_heads, q_len, kv_len]``.
-        visible: Booleans that broadcast likewise, or None where nothing is masked.
+        visible: Booleans that broadcast against the same shape, False where masked; None if nothing is masked.
         is_causal: Whether ``visible`` is False wherever ``relative > 0``.
-        nearest: Distances that broadcast likewise, from which the others are counted; None for 0.
+        nearest: Distances, broadcasting against the same shape, at which the bias is 0; None for 0.
         is_positive: Whether the slopes are known to be positive constants.
         law: How the penalty grows with the distance.
     """
@@ -333,22 +341,24 @@ def linear_bias(
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
     if law != "linear":
+        # From here on "relative" is minus the penalty.
         relative = 0 - _penalty_of(xp, xp.abs(relative), law, slopes.dtype)
         nearest = None if nearest is None else _penalty_of(xp, nearest, law, slopes.dtype)
-    # Keys ahead are masked anyway, if causal: a pass saved. And not -abs: its float 0 would be -0.0.
+    # If causal, future keys are masked later, so abs() is not needed. `0 - abs(x)` avoids the -0.0 of `-abs(x)`.
     reach = relative if is_causal or law != "linear" else 0 - xp.abs(relative)
     reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
+    # No mask, so no -inf: one product.
     if visible is None:
         return rates * reach
     if is_positive or (computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0))):
-        # One pass over the large array in place of two. Not for slopes of 0 (0 * inf) nor where a gradient with
-        # respect to the slopes would multiply by this infinity.
+        # One pass over the large array instead of two. Not for slopes of 0 (0 * inf is NaN), nor if slopes need a
+        # gradient, which would multiply by this infinity.
         return rates * xp.where(visible, reach, float("-inf"))
     return rates * xp.where(visible, reach, 0.0) + xp.where(visible, xp.zeros_like(reach), float("-inf"))
 
 
 def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:
-    """Return ``law(distance)`` of integers or floats; in float64 for float64 distances, else in ``dtype``."""
+    """Return ``law(distance)``: in float64 for float64 and, where available, integer distances; else in ``dtype``."""
     is_wide = "float64" in str(distance.dtype) or (is_kind(xp, distance.dtype, "integral") and _has_float64(xp))
     return penalty(xp, astype(xp, distance, xp.float64 if is_wide else dtype), law)
 
@@ -359,11 +369,11 @@ def _has_float64(xp: Namespace) -> bool:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The checked arguments of a bias besides positions, and where the bias is computed."""
+    """The checked arguments of a bias besides positions, with its namespace, dtype and device."""
 
     xp: Namespace
     rule: Contract
-    slopes: Any  # like future_slopes, in the dtype that products are formed in
+    slopes: Any  # like future_slopes, in the dtype of products
     future_slopes: Any | None
     is_causal: bool
     is_positive: bool  # whether the slopes are known to be positive constants
@@ -407,6 +417,7 @@ class _Parts:
             dtype = next((value.dtype for value in arrays.values()), xp.float32)
         dtype = checks.floating_dtype(xp, named, dtype)
         rule.check_dtype(xp, dtype)
+        # Key-only contracts compute in float32, whatever the dtype of the result.
         working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
         for name, value in arrays.items():
             checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
@@ -415,6 +426,7 @@ class _Parts:
             device = place if device is None else device
             if place is not None and str(place) != str(device):
                 raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
+        # An int means canonical slopes, or the slopes of the contract.
         past, future = place_slopes(xp, slopes, working, device, contract=rule.name), None
         if future_slopes is not None:
             if checks.is_int(future_slopes):
@@ -427,11 +439,12 @@ class _Parts:
         return cls(xp, rule, past, future, is_causal, checks.is_int(slopes) and future is None, dtype, device, law)
 
     def between(self, relative: Any, kv_positions: Any, same: Any | None = None) -> Any:
-        """Return the bias of every query and key, given where their segments are the same; None for everywhere."""
+        """Return the bias of every query and key; ``same`` is True where segments match, None for everywhere."""
         xp = self.xp
         visible = relative <= 0 if self.is_causal else None
         if same is not None:
             visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
+        # One row a head for all queries: [..., num_heads, 1, kv_len], masked by position and segment.
         if self.rule.is_key_only:
             row = self.of_keys(kv_positions)
             return xp.where(visible, row, float("-inf"))
@@ -439,8 +452,8 @@ class _Parts:
         return narrowed(xp, linear_bias(xp, self.slopes, self.future_slopes, relative, visible, **rules), self.dtype)
 
     def of_keys(self, kv_positions: Any) -> Any:
-        """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in the dtype that the model adds."""
-        # JAX without 64 bits would wrap uint32; PyTorch casts most unsigned integers to nothing but signed ones.
+        """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in ``dtype``."""
+        # JAX without 64 bits would wrap uint32; PyTorch casts most unsigned integers only to signed ones.
         counts = kv_positions if lacks_64_bits(self.xp) else signed(self.xp, kv_positions)
         if self.rule.counts_from == "last key":
             counts = counts - (counts.shape[-1] - 1)
@@ -448,7 +461,7 @@ class _Parts:
 
 
 def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, Any]:
-    """Return the namespace of slopes and other arrays, and the slopes in the dtype that products are formed in."""
+    """Return the namespace of slopes and other arrays, and the slopes in the dtype of products; any sign is allowed."""
     given = None if checks.is_int(slopes) else checks.array("slopes", slopes)
     xp = namespace_of(None if is_numpy(given) else given, *others)
     device = next((device_of(xp, array) for array in others), None)
@@ -463,23 +476,24 @@ def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, An
 
 
 def working_dtype(xp: Namespace, dtype: DType) -> DType:
-    """Return the dtype that products and softmax statistics are formed in for a result of ``dtype``."""
+    """Return the dtype of products and softmax statistics for a result of ``dtype``: float64 or float32."""
     return xp.float64 if dtype == xp.float64 else xp.float32
 
 
 def place_slopes(xp: Namespace, slopes: Any, dtype: DType, device: Device | None, *, contract: str = "exact") -> Any:
-    """Return slopes as an array of ``dtype``: a contract's (or the canonical ones) for an int, else those given."""
+    """Return slopes as an array of ``dtype``; an int gives that many slopes of the contract."""
     if not checks.is_int(slopes):
         return astype(xp, slopes, dtype)
     return asarray(xp, slope_values(slopes, contract=contract), dtype, device)
 
 
 def with_head_axis(array: Any) -> Any:
+    """Return ``[..., q_len, kv_len]`` as ``[..., 1, q_len, kv_len]``."""
     return array[..., None, :, :]
 
 
 def _leading_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Broadcast leading axes, with an error that names every array."""
+    """Return the broadcast of leading axes; the error names every array."""
     result: list[int] = [1] * max(len(shape) for shape in shapes.values())
     for shape in shapes.values():
         for axis, n in enumerate(reversed(shape), start=1):

@@ -1,4 +1,4 @@
-"""One attention call: every argument checked, every default filled in, for any backend and any layout."""
+"""One attention call: its arguments validated and its defaults filled in, for any backend and any layout."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
-FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
+FARTHEST = 2**30  # tokens; offsets in arrays are clipped to this size, so that positions fit int32
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of one attention call, checked and resolved: *what* is to be computed.
+    """The validated arguments of one attention call, defaults filled in.
 
     A backend makes one with :meth:`check` and decides how to compute it. All lengths, positions and windows are in
-    tokens; arrays are of the namespace ``xp``; axes are heads-first whatever the layout of the tensors was.
+    tokens; arrays belong to the namespace ``xp``; axes are heads-first whatever the layout of the tensors was.
 
     Example:
         >>> import numpy as np
@@ -60,7 +60,7 @@ class AttentionCall:
     working_dtype: DType  # of products, softmax statistics and the bias: float32, or float64 for float64
     device: Device | None
     slopes: Any = field(metadata={"axes": ("heads",)})  # [num_heads] or [*batch, num_heads], working_dtype
-    future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # likewise; None means slopes
+    future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # shaped as slopes; None means slopes
     is_causal: bool
     q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
     q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
@@ -70,17 +70,18 @@ class AttentionCall:
     mask: Any | None = field(metadata={"axes": ("heads", "queries", "keys")})
     scale: float
     tolerance: float | None
-    shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
+    shares_ids: bool = False  # whether a query always has the segment id of the key at its own position
     # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
     added_key_bias: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
-    # Positions of the caller's own, in place of an offset: [..., q_len, dims] and [..., kv_len, dims].
+    # Explicit positions, in place of an offset: [..., q_len, dims] and [..., kv_len, dims].
     q_points: Any | None = field(default=None, metadata={"axes": ("queries", "dims")})
     kv_points: Any | None = field(default=None, metadata={"axes": ("keys", "dims")})
     shares_points: bool = False  # whether queries and keys are the same tokens
-    may_lack_points: bool = False  # whether a token may be without a position: NaN
+    may_lack_points: bool = False  # whether points may hold NaN, a token without a position
     distance: str = "manhattan"
     law: str = "linear"
-    # "dense" alone has what follows. added_bias is finite and broadcasts to [*batch, num_heads, q_len, kv_len].
+    # Only the implementation "dense" supports the fields below. added_bias is finite and broadcasts to
+    # [*batch, num_heads, q_len, kv_len].
     added_bias: Any | None = field(default=None, metadata={"axes": ("heads", "queries", "keys")})
     dropout: float = 0.0  # probability of zeroing a weight
     return_weights: bool = False
@@ -115,11 +116,12 @@ class AttentionCall:
 
         Args:
             query: ``[*batch, *layout]``.
-            key: As ``query``, with ``num_kv_heads`` heads and its own length.
-            value: As ``key``.
-            slopes: As for the ``attention`` of the core and the backends, like all arguments but the last two.
+            key: As ``query``, with ``num_kv_heads`` heads and length ``kv_len``.
+            value: The same shape as ``key``.
+            slopes: This and all further arguments but ``layout`` and ``xp``: see :func:`alibi_core.attention` and the
+                ``attention`` of the backends.
             layout: Order of the last three axes, ``HEADS_FIRST`` or ``LENGTH_FIRST``.
-            xp: The namespace the arrays must belong to; default, whichever they belong to.
+            xp: The namespace that the arrays must belong to. Default: the namespace of ``query``.
 
         Raises:
             TypeError: If an argument is of the wrong kind, dtypes or namespaces differ.
@@ -127,6 +129,7 @@ class AttentionCall:
         """
         q_ids, kv_ids = _pair("segment_ids", segment_ids)
         q_positions, kv_positions = _pair("positions", positions)
+        # All arrays must share one namespace and one device; errors name the argument.
         arrays = _arrays(
             {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
             | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
@@ -143,11 +146,13 @@ class AttentionCall:
         placed = [
             None if given is None else _slopes(xp, name, given, sizes, layout, allow_negative_slopes, working, device)
             for name, given in (
-                ("slopes", int(sizes["num_heads"]) if slopes is None else slopes),  # a tensor in torch.jit.trace
+                # int(): sizes are tensors in torch.jit.trace
+                ("slopes", int(sizes["num_heads"]) if slopes is None else slopes),
                 ("future_slopes", future_slopes),
             )
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
+        # Explicit positions exclude an offset and a window.
         q_points, kv_points = _points(xp, positions, sizes, {"q_offset": q_offset, "window_size": window_size})
         if q_points is not None:
             check_order(q_points.shape[-1], is_causal, future_slopes)
@@ -161,6 +166,7 @@ class AttentionCall:
                 raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
             checks.floating_array(xp, "added_bias", added_bias)
             check_score_axes("added_bias", added_bias, *_score_axes(sizes))
+            # Backends expect a finite added_bias: its -inf become part of the mask.
             mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
         return cls(
             xp=xp,
@@ -192,17 +198,17 @@ class AttentionCall:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays that the call has, by the names of its fields."""
+        """The fields that are arrays, by name; fields that are None or int are left out."""
         found = {name: getattr(self, name) for name in _AXES}
         return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
 
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
-        """Return the call with ``change(array, axes)`` for each array, which has so many axes besides the batch's."""
+        """Return the call with each array replaced by ``change(array, axes)``; ``axes`` counts its non-batch axes."""
         return replace(self, **{name: change(array, len(_AXES[name])) for name, array in self.arrays.items()})
 
     @property
     def dense_only(self) -> str | None:
-        """Why no other implementation than ``"dense"`` can run the call, as the rest of a sentence."""
+        """Why only ``"dense"`` can run the call, as the end of a sentence ("it ..."); None if others can."""
         if self.added_bias is not None:
             return "takes no added_bias"
         if self.dropout > 0:
@@ -211,22 +217,22 @@ class AttentionCall:
 
     @property
     def is_toeplitz(self) -> bool:
-        """Whether the bias is a multiple of ``i - j``, which is what implementations without a dense bias rest on."""
+        """Whether the bias is linear in ``|i - j|``. Implementations without a dense bias require it."""
         return self.q_points is None and self.law == "linear"
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute, which makes the result zeros."""
+        """Whether there are no scores: a length or a batch axis is 0. The result is zeros."""
         return 0 in (*self.batch, self.q_len, self.kv_len)
 
     @property
     def has_offset_array(self) -> bool:
-        """Whether the offset is an array, whose values are not to be waited for."""
+        """Whether the offset is an array. Its values are never read: the host would have to wait."""
         return not checks.is_int(self.q_offset)
 
     @property
     def every_query_attends(self) -> bool:
-        """Whether each query is known, from the arguments' shapes alone, to have a key to attend to."""
+        """Whether the shapes of arguments alone prove that no query is fully masked."""
         if self.is_empty or self.sees_own_key:
             return not self.is_empty
         if self.mask is not None or self.q_segment_ids is not None or self.window_size is not None:
@@ -237,7 +243,7 @@ class AttentionCall:
 
     @property
     def sees_own_key(self) -> bool:
-        """Whether each query is known, from the arguments' shapes alone, to see a key at its own position."""
+        """Whether the shapes of arguments alone prove that each query sees a key at its own position."""
         if self.mask is not None or self.has_offset_array or not (self.q_segment_ids is None or self.shares_ids):
             return False
         if self.q_points is not None:
@@ -251,26 +257,28 @@ class AttentionCall:
         return offset + queries, keys
 
     def tile(self, *, batch: slice, heads: slice, queries: slice, keys: slice) -> AttentionCall:
-        """Return the part of this call that concerns some batch entries, heads, queries and keys.
+        """Return the call restricted to these batch entries, heads, queries and keys.
 
-        Its slopes, masks and positions are those of the whole, so that its :meth:`bias` is a tile of the whole one (but
-        for a constant along each row, where distances are counted from the nearest key of the tile).
+        Slopes, masks and positions are sliced, so :meth:`bias` of the tile is a tile of this call's bias, except for a
+        constant along each row where distances are counted from the nearest key of the tile.
 
         Args:
-            batch: Along the one batch axis, which the call must have.
-            heads: Query heads. They must use whole groups, or lie within one.
-            queries: From ``start`` to ``stop``, both given, as in all of these.
-            keys: Likewise.
+            batch: Slice of the batch axis; the call must have exactly one. All four slices need ``start`` and ``stop``.
+            heads: Slice of the query heads: whole groups, or heads of one group.
+            queries: Slice of the queries.
+            keys: Slice of the keys.
         """
         parts = {"heads": heads, "queries": queries, "keys": keys, "dims": slice(None)}
 
         def cut(name: str, array: Any) -> Any:
+            # Arrays have the batch axis first; broadcast axes of length 1 are not sliced.
             slices = (batch, *(parts[axis] for axis in _AXES[name]))
-            if array.ndim < len(slices):  # reshape, for mx.vmap puts several new axes in the wrong places
+            if array.ndim < len(slices):  # not indexing with None: mx.vmap puts several new axes in the wrong places
                 array = self.xp.reshape(array, (*[1] * (len(slices) - array.ndim), *array.shape))
             return array[tuple(slice(None) if n == 1 else x for x, n in zip(slices, array.shape, strict=True))]
 
         arrays = {name: cut(name, array) for name, array in self.arrays.items()}
+        # Positions count from the tile's first key.
         arrays["q_offset"] = arrays.get("q_offset", self.q_offset) + queries.start - keys.start
         num_heads = heads.stop - heads.start
         group = self.num_heads // self.num_kv_heads
@@ -285,9 +293,9 @@ class AttentionCall:
         )
 
     def with_one_batch_axis(self) -> AttentionCall:
-        """Return this call with its batch axes as one; what is the same for all entries stays without, or of length 1.
+        """Return this call with its batch axes merged into one. Arrays without a batch axis, or of length 1, stay so.
 
-        Tensors are to be reshaped by the caller, to ``[call.batch[0], ...]``.
+        The caller must reshape query, key and value to ``[call.batch[0], ...]``.
         """
         xp, batch = self.xp, self.batch
         if len(batch) == 1:
@@ -298,65 +306,71 @@ class AttentionCall:
             if array.ndim <= axes:
                 return array
             own = array.shape[array.ndim - axes :]
+            # Equal for all batch entries: keep one broadcast batch axis.
             if all(n == 1 for n in array.shape[: array.ndim - axes]):
                 return xp.reshape(array, (1, *own))
+            # [*batch, *own] -> [prod(batch), *own]
             return xp.reshape(xp.broadcast_to(array, (*batch, *own)), (math.prod(batch), *own))
 
         return replace(self.map_arrays(merged), batch=(math.prod(batch),))
 
     def visible(self, relative: Any) -> Any | None:
-        """Return where a query may look, from key minus query positions; None where it may look everywhere.
+        """Return the boolean mask of visible keys, from relative positions; None if every query sees every key.
 
         Args:
-            relative: ``[..., 1, q_len, kv_len]`` or ``[q_len, kv_len]``, integers.
+            relative: Key minus query positions, ``[..., 1, q_len, kv_len]`` or ``[q_len, kv_len]``.
 
         Returns:
             Booleans that broadcast to ``[*batch, num_heads, q_len, kv_len]``.
         """
         rules = self._rules_of_distance(relative)
         if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            # [..., q_len, 1] == [..., 1, kv_len]
             rules.append(with_head_axis(self.q_segment_ids[..., :, None] == self.kv_segment_ids[..., None, :]))
         if self.mask is not None:
             rules.append(self.mask)
         return self._all(rules)
 
     def _rules_of_distance(self, relative: Any) -> list[Any]:
-        """Return where direction and window let a query look."""
+        """Return the masks by direction and by window, as a list of up to two."""
         rules = [relative <= 0] if self.is_causal else []
         return rules if self.window_size is None else [*rules, self.xp.abs(relative) <= self.window_size]
 
     def _all(self, rules: list[Any]) -> Any | None:
         visible = None
         for rule in rules:
-            # Not `&`: under mx.vmap its result has the shape of the first operand, whatever that of the second.
+            # Not `&`: under mx.vmap its result has the shape of the first operand, not the broadcast shape.
             visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 
     def bias(self) -> tuple[Any, Any | None]:
-        """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
+        """Return the dense bias, masks included, with no row of only -inf (softmax would give NaN).
 
         Returns:
-            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, what is added to a
-                key's, and a constant a row; -inf where masked, but 0 along a row that is masked as a whole.
-            attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for such rows, whose result
-                must be replaced by zeros; None if there are none.
+            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, plus
+                ``added_key_bias`` and ``added_bias``, plus a constant a row that keeps numbers small. -inf where
+                masked, but 0 along a fully masked row.
+            attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for fully masked rows, whose
+                result must be replaced by zeros; None if there are none.
         """
         xp = self.xp
         relative, nearest = self._relative()
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
             return self._linear_bias(relative, visible, nearest), None
+        # [..., q_len, 1]: False for fully masked rows
         attends = xp.any(visible, axis=-1, keepdims=True)
         if (self.mask is not None or self.q_segment_ids is not None or self.q_points is not None) and not self.is_empty:
-            # Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits
-            # on it. With slopes of two kinds in a row no one distance is worth the same everywhere.
+            # Count distances from the nearest visible key: softmax ignores a constant along a row, but if all keys are
+            # far away, float32 would lose its digits to that constant. With two slopes in a row (keys on both sides of
+            # the query) a distance is not one constant penalty, so count from 0.
             nearest = self.nearest_visible(relative, visible)
             if self.future_slopes is not None:
                 sides = (
                     xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)
                 )
                 nearest = xp.where(xp.logical_and(*sides), 0, nearest)
-        # A row that is masked as a whole is one of keys at no distance, all of them visible.
+        # In a fully masked row all keys become visible, at distance 0: the bias is 0.
         relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
         visible = xp.logical_or(visible, xp.logical_not(attends))
         bias = self._linear_bias(relative, visible, nearest)
@@ -366,19 +380,21 @@ class AttentionCall:
 
     @cached_property
     def bias_by_distance(self) -> Any:
-        """The bias of keys by their distance, where positions alone decide it and the offset is an int.
+        """The bias by relative position, for a Toeplitz bias and an int offset: the diagonals of the matrix.
 
-        ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest that a key is before a query to
-        the farthest that one is after a query; -inf where direction or window hide it.
+        ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest key before a query to the
+        farthest key after a query; -inf where direction or window mask.
         """
-        # mx.compile would write a number that is subtracted into the source of a kernel, a new one for each length.
+        # Start arange at the offset instead of subtracting it: mx.compile would write the number into a kernel's source
+        # and compile a new kernel for each length.
         relative = arange(self.xp, self.kv_len - self.q_offset, self.device, 1 - self.q_offset - self.q_len)[None]
+        # If all relative positions are <= 0, a causal mask hides no key.
         is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible, None)[..., 0, :]
 
     def _relative(self) -> tuple[Any, Any]:
-        """Return key minus query positions, and a distance ``[..., q_len, 1]`` that no key is nearer than, or None."""
+        """Return relative positions, and a lower bound of each query's distances, ``[..., q_len, 1]``, or None."""
         xp = self.xp
         if self.q_points is None:
             q_positions, kv_positions = self.positions()
@@ -390,18 +406,19 @@ class AttentionCall:
             if self.is_empty:
                 nearest = xp.zeros_like(relative[..., :1])
             elif self.sees_own_key or self.future_slopes is not None:
+                # A key at distance 0, or two slopes in a row: nothing to subtract.
                 return with_head_axis(relative) if relative.ndim > 2 else relative, None
             else:
                 nearest = xp.min(xp.abs(relative), axis=-1, keepdims=True)
         return (relative, nearest) if relative.ndim == 2 else (with_head_axis(relative), with_head_axis(nearest))
 
     def distance_to_keys(self, positions: Any) -> Any:
-        """Return the distance of each position from the row of keys: 0 for a position among them."""
+        """Return the distance of each position from the range of keys, ``0`` to ``kv_len - 1``; 0 inside it."""
         beyond = positions - (self.kv_len - 1)
         return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
 
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
-        is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # where no key is after a query
+        is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
         rates, is_causal = (self.slopes, self.future_slopes), self.is_causal or is_in_space
         bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest, law=self.law)
         if self.added_key_bias is not None:
@@ -409,7 +426,10 @@ class AttentionCall:
         return bias if self.added_bias is None else bias + self.added_bias
 
     def nearest_visible(self, relative: Any, visible: Any) -> Any:
-        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; MAX_POSITION or more for none."""
+        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``.
+
+        It is at least MAX_POSITION for a fully masked query.
+        """
         if self.q_points is None:
             far: float = checks.MAX_POSITION
         else:
@@ -417,17 +437,17 @@ class AttentionCall:
         return self.xp.min(self.xp.where(visible, self.xp.abs(relative), far), axis=-1, keepdims=True)
 
 
-# What the axes of each array count besides those of the batch, which come first and may be missing.
+# The non-batch axes of each array. Batch axes come first and may be missing.
 _AXES: dict[str, tuple[str, ...]] = {x.name: x.metadata["axes"] for x in fields(AttentionCall) if "axes" in x.metadata}
 ARRAY_AXES = {
     name: len(axes) for name, axes in _AXES.items() if name not in ("added_bias", "q_points", "kv_points")
-}  # of the arrays that kernels take
+}  # the number of non-batch axes of each array that kernels take
 
 
 def axis_of(name: str, what: str, array: Any) -> int | None:
-    """Return the axis of a call's array that counts ``"heads"``, ``"queries"`` or ``"keys"``; None if none does.
+    """Return the index of an array's axis of ``"heads"``, ``"queries"`` or ``"keys"``; None if it has no such axis.
 
-    An axis of length 1 that broadcasts counts nothing.
+    A broadcast axis of length 1 gives None, too.
     """
     axes = _AXES[name]
     if what not in axes:
@@ -437,18 +457,18 @@ def axis_of(name: str, what: str, array: Any) -> int | None:
 
 
 def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
-    """Return the call without its arrays, which is hashable, and its arrays by the names of their fields."""
+    """Return the call without its arrays (hashable), and its arrays by field name."""
     absent: dict[str, Any] = dict.fromkeys(call.arrays)
     return replace(call, **absent), call.arrays
 
 
 def join_call(static: AttentionCall, arrays: Mapping[str, Any]) -> AttentionCall:
-    """Return the call that :func:`split_call` took apart, with these arrays."""
+    """Return the call with these arrays: the inverse of :func:`split_call`."""
     return replace(static, **arrays)
 
 
 def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the axes of scores, by name: those of the batch, and the others."""
+    """Return the sizes of the scores' axes, by name: the batch axes, and the last three axes."""
     batch = sizes["batch"]
     names = ("num_heads", "q_len", "kv_len")
     return dict(zip(_batch_axes(batch), batch, strict=True)), {name: sizes[name] for name in names}
@@ -459,14 +479,14 @@ def _batch_axes(batch: tuple[int, ...]) -> list[str]:
 
 
 def _split_off_mask(xp: Namespace, mask: Any | None, added_bias: Any) -> tuple[Any, Any]:
-    """Return a mask that hides what ``added_bias`` hides by -inf, too, and the bias with zeros there."""
+    """Return the mask combined with the -inf of ``added_bias``, and ``added_bias`` with 0 in place of -inf."""
     visible = added_bias != -math.inf
     bias = xp.where(visible, added_bias, xp.zeros_like(added_bias))
     return visible if mask is None else xp.logical_and(mask, visible), bias
 
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
-    """Return what is given for queries and for keys: two arrays, or one for both."""
+    """Return an argument as a pair (queries, keys); one array serves both."""
     if not isinstance(value, (tuple, list)):
         return value, value
     if len(value) != 2:
@@ -475,9 +495,9 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
 
 
 def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are arrays of the call's library, having checked that those which must be are.
+    """Return the arguments that are arrays, by name, having checked their kinds.
 
-    Slopes may be NumPy's in any call.
+    NumPy slopes are left out: they are accepted with any library.
     """
     may_be_int = (*SLOPES, "q_offset")
     q_offset = arguments["q_offset"]
@@ -515,6 +535,7 @@ def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple
     batch = shapes["query"][:-3]
     if shapes["key"][:-3] != batch:
         raise ValueError(f"key must have the batch axes of query, {batch}, got {shapes['key'][:-3]}")
+    # Sizes are compared by axis name, whatever the layout.
     if kv["head_dim"] != q["head_dim"]:
         raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
     if q["head_dim"] < 1:
@@ -563,6 +584,7 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
             f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
             f"{sizes['kv_len']}, differ; got one array"
         )
+    # Each array is [..., length] and broadcasts to [*batch, length].
     pair = _pair("segment_ids", segment_ids)
     for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
         shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
@@ -572,7 +594,7 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
             raise ValueError(f"segment_ids must end in the axis {name}, {length}, got shape {shape}")
     if not any("uint" in str(ids.dtype) for ids in pair):
         return pair
-    return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned ones
+    return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned integers
 
 
 def _points(xp: Namespace, positions: Any, sizes: dict[str, Any], excluded: dict[str, Any]) -> tuple[Any, Any]:
@@ -610,10 +632,11 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
         batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
     checks.positions_fit(FARTHEST, sizes["q_len"], sizes["kv_len"])
-    # A query that is farther counts as being as far as that: all keys of its row move by the same distance, which
-    # softmax does not notice (a window of more than 2**30 tokens would). An error would have to wait for the values.
+    # Clip offsets instead of raising: an error would have to wait for the values. Clipping moves all keys of a row by
+    # the same distance, which softmax ignores. Only a window of more than 2**30 tokens would see other keys.
     offset = signed(xp, q_offset)
     if "uint" in str(q_offset.dtype):
+        # A negative number here is an unsigned offset that wrapped around.
         offset = xp.where(offset < 0, FARTHEST, offset)
     return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
 

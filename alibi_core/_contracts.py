@@ -1,4 +1,4 @@
-"""Contracts: how families of trained models form their bias, for whoever needs a checkpoint's own numbers."""
+"""Contracts: how families of trained models count and round their bias, to reproduce a checkpoint's numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from alibi_core._arrays import Array, DType, Namespace, asarray, astype, checks,
 
 @dataclass(frozen=True)
 class Contract:
-    """What one family of models takes for its bias.
+    """How one family of models computes its bias.
 
     A key's bias is a multiple of its distance from the query, of its position (counted from the first key), or of its
-    position less that of the last key. Softmax cannot tell the three apart, rounding can.
+    position minus the position of the last key. In exact arithmetic all three give the same attention; in floating
+    point they differ.
     """
 
     name: str  # as users pass it
-    scheme: str | None  # the rule of its slopes; None for whichever the caller names
+    scheme: str | None  # the rule of its slopes; None for the rule that the caller names
     counts_from: Literal["query", "first key", "last key"]
-    multiplies_in_bfloat16: bool = False  # position and product are rounded to it; else the product is float32's
+    multiplies_in_bfloat16: bool = False  # position and product are rounded to bfloat16; else the product is float32
     is_always_float32: bool = False  # the bias stays float32 in models of lower precision
     takes_bias_max: bool = True  # its slopes depend on ``bias_max``
 
@@ -36,7 +37,7 @@ class Contract:
         is_causal: bool,
         allow_negative_slopes: bool,
     ) -> Contract:
-        """Return the contract called ``name``, having checked that it goes with the other arguments of a bias."""
+        """Return the contract called ``name``, having checked that it allows the other arguments of a bias."""
         contract = named(name)
         if contract.scheme is None:
             return contract
@@ -62,7 +63,7 @@ class Contract:
             )
 
     def row(self, xp: Namespace, slopes: Any, counts: Any) -> Any:
-        """Return the bias of keys, ``[..., num_heads, 1, kv_len]`` float32, counted as ``counts_from`` says."""
+        """Return the bias of keys, ``[..., num_heads, 1, kv_len]`` float32; ``counts`` are their positions."""
         rates = slopes[:, None, None]  # [num_heads, 1, 1]
         counts = astype(xp, counts, xp.float32)[..., None, None, :]  # [..., 1, 1, kv_len]
         return _product_in_bfloat16(xp, rates, counts) if self.multiplies_in_bfloat16 else rates * counts
@@ -86,13 +87,13 @@ def named(name: str) -> Contract:
 
 
 def _product_in_bfloat16(xp: Namespace, rates: Any, counts: Any) -> Any:
-    """Return ``bfloat16(rates * bfloat16(counts))`` as float32, for whole ``counts`` and ``rates`` that bfloat16 holds.
+    """Return ``bfloat16(rates * bfloat16(counts))`` as float32, for integer ``counts`` and exact bfloat16 ``rates``.
 
-    Conversion to bfloat16 and back would do, but compilers leave that out, and NumPy has no bfloat16. So both are
-    rounded as whole numbers of their last place, which ``round`` takes to even in every library.
+    A cast to bfloat16 and back will not do: compilers remove it, and NumPy has no bfloat16. So numbers are scaled to
+    integers of 8 bits and rounded by ``round``, which rounds half to even in every library.
     """
     power, inverse = power_below(xp, counts, range(32))
-    counts = xp.round(counts * inverse * 2.0**7)  # bfloat16's 8 bits as a whole number, at most 2**8 in size
+    counts = xp.round(counts * inverse * 2.0**7)  # bfloat16's 8 bits as an integer, at most 2**8 in size
     rate_power, rate_inverse = power_below(xp, rates, range(-32, 32))
     product = counts * (rates * rate_inverse)  # exact, of 16 bits; below 2**9 in size, so its last place is 1 or 2
     product = xp.where(xp.abs(product) < 2**8, xp.round(product), xp.round(product * 0.5) * 2.0)
@@ -100,13 +101,15 @@ def _product_in_bfloat16(xp: Namespace, rates: Any, counts: Any) -> Any:
 
 
 def power_below(xp: Namespace, values: Any, exponents: range) -> tuple[Any, Any]:
-    """Return the largest power of two not above the size of ``values``, and its inverse.
+    """Return the largest power of two that is at most ``abs(values)``, and its inverse.
 
-    Of powers with ``exponents`` only: of what is smaller than those, the least.
+    Only powers with ``exponents`` are considered; smaller values get the smallest of them.
     """
+    # Tables instead of log2: exact in every library.
     powers, inverses = (
         asarray(xp, [2.0 ** (sign * e) for e in exponents], values.dtype, device_of(xp, values)) for sign in (1, -1)
     )
+    # [..., number of powers]
     reached = xp.abs(values)[..., None] >= powers
     power = xp.max(xp.where(reached, powers, powers[:1]), axis=-1)
     return power, xp.min(xp.where(reached, inverses, inverses[:1]), axis=-1)

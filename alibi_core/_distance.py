@@ -1,8 +1,8 @@
 """The distance between two tokens, on a line or in space, and the law by which a bias grows with it.
 
-``bias = -slope * law(distance(q_position, kv_position))``. Everything else here works with *relative positions*: key
-minus query, so that their size is the distance and their sign the direction. In space there is no direction, and a
-relative position is minus the distance: a key in space is never after the query.
+``bias = -slope * law(distance(q_position, kv_position))``. The functions here return *relative positions*, key minus
+query: the absolute value is the distance, the sign the direction. Points in space have no order, and their relative
+position is minus the distance: a key in space is never after the query.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LAWS = ("linear", "log", "sqrt")
 
 
 def penalty(xp: Namespace, distance: Any, law: str) -> Any:
-    """Return ``law(distance)``: the distance d itself, ``log(1 + d)`` or ``sqrt(d)``. Takes floats, unless linear."""
+    """Return ``law(distance)``: d, ``log(1 + d)`` or ``sqrt(d)``. The last two take floats only."""
     if law == "linear":
         return distance
     return xp.log1p(distance) if law == "log" else xp.sqrt(distance)
 
 
 def check_positions(xp: Namespace, name: str, positions: Any) -> Any:
-    """Check for integers, or for floating numbers none of which is infinite, as far as values can be seen."""
+    """Check that positions are integers, or floats without infinities. Values of traced arrays are not checked."""
     dtype = checks.array(name, positions).dtype
     if is_kind(xp, dtype, "integral"):
         return positions
@@ -40,9 +40,9 @@ def check_positions(xp: Namespace, name: str, positions: Any) -> Any:
 def as_points(
     q_positions: Any, kv_positions: Any, distance: str | None, is_causal: bool, future_slopes: Any | None
 ) -> tuple[Any, Any]:
-    """Return positions as points, ``[..., length, dims]``: those on a line have one dimension.
+    """Return positions as points, ``[..., length, dims]``. Positions on a line have ``dims == 1``.
 
-    They are on a line if ``distance`` is None, or if both have one axis.
+    Positions are on a line if ``distance`` is None, or if both arrays have one axis.
     """
     if distance is not None:
         checks.one_of("distance", distance, DISTANCES)
@@ -64,13 +64,14 @@ def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: 
 
     Args:
         xp: Namespace of the array.
-        positions: Of queries or of keys.
+        positions: Positions of queries or of keys.
         batch: Batch axes of the call; leading axes of positions broadcast to them.
-        name: Of the length, ``q_len`` or ``kv_len``.
-        length: In tokens.
+        name: Name of the length for messages, ``"q_len"`` or ``"kv_len"``.
+        length: Number of queries or keys, in tokens.
     """
     shape = tuple(check_positions(xp, "positions", positions).shape)
     axes = ", ".join([*(["batch"] if batch else []), name])
+    # Shapes that fit both readings are refused: [batch, length] or [length, dims].
     on_line = shape[-1:] == (length,) and checks.broadcasts(shape[:-1], batch)
     in_space = shape[-2:-1] == (length,) and shape[-1] > 0 and checks.broadcasts(shape[:-2], batch)
     if on_line and in_space:
@@ -84,7 +85,7 @@ def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: 
 
 
 def check_order(dims: int, is_causal: bool, future_slopes: Any | None) -> None:
-    """Check that nothing asks which of two points with several dimensions is later."""
+    """Check that points with several dimensions, which have no order, come without causality and future slopes."""
     if dims == 1:
         return
     if is_causal:
@@ -94,7 +95,7 @@ def check_order(dims: int, is_causal: bool, future_slopes: Any | None) -> None:
 
 
 def may_have_nan(xp: Namespace, points: Any) -> bool:
-    """Whether a token may be without a position, as far as values can be seen."""
+    """Whether points may contain NaN, a token without a position; True if values cannot be read."""
     if is_kind(xp, points.dtype, "integral"):
         return False
     values = host_values(points)
@@ -104,25 +105,27 @@ def may_have_nan(xp: Namespace, points: Any) -> bool:
 def relative_points(
     xp: Namespace, q_points: Any, kv_points: Any, distance: str, dtype: DType, may_have_nan: bool = True
 ) -> Any:
-    """Return relative positions, ``[..., q_len, kv_len]``: integers for integers, but for Euclidean distances in space.
+    """Return relative positions, ``[..., q_len, kv_len]``: integers for integers, except Euclidean ones in space.
 
-    A token without a position is at the position of every other one.
+    A token without a position has the relative position 0 to every token.
 
     Args:
         xp: Namespace of the arrays.
         q_points: ``[..., q_len, dims]``, integer or floating; NaN in any dimension for a token without a position.
         kv_points: ``[..., kv_len, dims]``.
         distance: One of :data:`DISTANCES`; on a line (``dims == 1``) all are the same.
-        dtype: Floating dtype to compute in; with float64 positions that is float64.
+        dtype: Floating dtype to compute in; float64 positions are computed in float64.
         may_have_nan: Whether a token may be without a position.
     """
+    # Do not lose digits of float64 positions.
     if any("float64" in str(x.dtype) for x in (q_points, kv_points)):
         dtype = xp.float64
     q_nowhere = kv_nowhere = None
     if may_have_nan:
         (q_points, q_nowhere), (kv_points, kv_nowhere) = (_without_nan(xp, x) for x in (q_points, kv_points))
-    # Dimension by dimension, so that no array has q_len, kv_len and dims.
+    # One dimension at a time: no array [q_len, kv_len, dims] is allocated.
     steps = [relative_on_line(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(q_points.shape[-1])]
+    # On a line keep the sign; in space the relative position is minus the distance.
     relative = steps[0] if len(steps) == 1 else 0 - _norm(xp, steps, distance, dtype)
     if q_nowhere is not None:
         relative = xp.where(q_nowhere[..., :, None], xp.zeros_like(relative), relative)
@@ -134,14 +137,14 @@ def relative_points(
 def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: DType) -> Any:
     """Return ``kv_positions[j] - q_positions[i]``, ``[..., q_len, kv_len]``.
 
-    Integers of 32 bits do not wrap: the result is int64 where the library has it. In JAX without 64-bit types it is
-    float32, rounded once, so that its sign is right. Where either is floating, the result is of ``dtype``.
+    For 32-bit integers the result is int64, so that it cannot wrap. In JAX without 64-bit types it is float32, rounded
+    once, so its sign is right. If either array is floating, the result has ``dtype``.
     """
     if not all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
         return _difference(astype(xp, q_positions, dtype), astype(xp, kv_positions, dtype))
     if not lacks_64_bits(xp):
         return _difference(astype(xp, q_positions, xp.int64), astype(xp, kv_positions, xp.int64))
-    # Halves of 16 bits: float32 holds the differences of each, and only their sum is rounded.
+    # Split into 16-bit halves: float32 holds the difference of each half exactly, and only their sum is rounded.
     high, low = (
         _difference(astype(xp, q, xp.float32), astype(xp, kv, xp.float32))
         for q, kv in zip(_halves(xp, q_positions), _halves(xp, kv_positions), strict=True)
@@ -150,13 +153,15 @@ def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: 
 
 
 def _norm(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:
-    """Return the length of a step in space, given along each dimension."""
+    """Return the distance in space from the differences along each dimension, ``steps``."""
+    # Squares of integers may overflow: compute in floating point.
     if distance == "euclidean":
         steps = [astype(xp, step, dtype) if is_kind(xp, step.dtype, "integral") else step for step in steps]
         return xp.sqrt(_sum([step * step for step in steps]))
     sizes = [xp.abs(step) for step in steps]
     if distance == "manhattan":
         return _sum(sizes)
+    # Chebyshev: the elementwise maximum over dimensions.
     largest = sizes[0]
     for size in sizes[1:]:
         largest = xp.where(size > largest, size, largest)
@@ -164,7 +169,7 @@ def _norm(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:
 
 
 def _without_nan(xp: Namespace, points: Any) -> tuple[Any, Any | None]:
-    """Return points with 0 for NaN, and where a token has any NaN, ``[..., length]``: None for integers."""
+    """Return points with 0 for NaN, and a mask ``[..., length]`` of tokens with any NaN (None for integers)."""
     if is_kind(xp, points.dtype, "integral"):
         return points, None
     missing = xp.isnan(points)
@@ -183,6 +188,6 @@ def _difference(q_positions: Any, kv_positions: Any) -> Any:
 
 
 def _halves(xp: Namespace, positions: Any) -> tuple[Any, Any]:
-    """Return the upper and the lower 16 bits of integers that have up to 32."""
+    """Return the upper and the lower 16 bits of integers with at most 32 bits."""
     wide = positions if positions.dtype == xp.uint32 else astype(xp, positions, xp.int32)
     return wide >> 16, wide & 0xFFFF

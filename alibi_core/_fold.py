@@ -1,8 +1,8 @@
-"""Folding: causal ALiBi as further features of query and key, for attention kernels that take no bias.
+"""Folding: causal ALiBi as additional features of query and key, for attention kernels that take no bias.
 
-Softmax ignores what is constant along a row, so under a causal mask ``-slope * (i - j)`` may as well be
-``slope * (j - c)`` with any ``c``: a product of a number of the query's head and a number of the key. Both have more
-digits than a low-precision feature holds, so each is a sum of *limbs* that do fit, one feature for each pair of them.
+Softmax ignores a constant along a row, so under a causal mask ``-slope * (i - j)`` can be replaced by
+``slope * (j - c)`` with any ``c``: the product of a number of the query's head and a number of the key. Both have more
+digits than a low-precision feature holds, so each is a sum of *limbs* that fit. One feature holds one pair of limbs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def fold(
     scale: float | None = None,
     head_dim: int | None = None,
 ) -> tuple[Any, Any]:
-    """Return query and key with features appended, with which any causal kernel that takes no bias computes ALiBi.
+    """Return query and key with features appended, so that a causal kernel that takes no bias computes ALiBi.
 
-    Scores of the pair returned are ``scale * query @ key.T + slopes * (j - c)`` for key ``j``; softmax under a causal
-    mask ignores ``c``. Give the kernel the ``scale`` used here, not the default for the new size, and the value as it
-    is. Features are exact in their dtype and the same bits in every library; :func:`fold_error_bound` bounds the error
-    of the kernel's float32 sums. Symmetric attention cannot be folded. docs/bias.md says which kernels will do.
+    Scores of the returned pair are ``scale * query @ key.T + slopes * (j - c)`` for key ``j``; softmax under a causal
+    mask ignores ``c``. Give the kernel the ``scale`` used here, not the default for the new size, and an unchanged
+    value. Features are exact in their dtype, with the same bits in every library; :func:`fold_error_bound` bounds the
+    error of the kernel's float32 sums. Symmetric attention cannot be folded. docs/bias.md lists suitable kernels.
 
     Args:
         query: ``[..., num_heads, q_len, d]`` of float16, bfloat16, float32 or float64.
@@ -39,11 +39,11 @@ def fold(
         slopes: ``[num_heads]`` or ``[..., num_heads]``, of any sign, or an int for that many canonical slopes. Default:
             the canonical slopes. In float16 at most 255 times the scale.
         scale: Factor of the scores, not 0. Default ``d ** -0.5``.
-        head_dim: Size to fill up to with zeros. Default ``d + fold_size(kv_len, dtype)``.
+        head_dim: Features to pad to with zeros. Default ``d + fold_size(kv_len, dtype)``, no padding.
 
     Returns:
-        ``[..., num_heads, q_len, head_dim]`` and ``[..., num_kv_heads, kv_len, head_dim]``, of the dtype and on the
-        device of ``query``. Gradients by query, key and slopes are those of attention with a bias.
+        ``[..., num_heads, q_len, head_dim]`` and ``[..., num_kv_heads, kv_len, head_dim]``, with the dtype and device
+        of ``query``. Gradients by query, key and slopes equal those of attention with a bias.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
@@ -66,17 +66,20 @@ def fold(
     head_dim = size if head_dim is None else checks.size("head_dim", head_dim)
     if head_dim < size:
         raise ValueError(f"head_dim must be at least {size}, those of query and of positions, got {head_dim}")
-    # A pair of limbs needs 2**((bits + 1) * (j - i)). The key takes 2**-14 to 2**4 of it, within float16's normal
-    # numbers; the query takes the rest, at best 2**4, within which rates from 2**-16 to 255 are.
+    # A pair of limbs needs the factor 2**((bits + 1) * (j - i)). The key takes 2**-14 to 2**4 of it, within float16's
+    # normal numbers; the query takes the rest, at best 2**4, for rates from 2**-16 to 255.
     pairs = [(i, j, (bits + 1) * (j - i)) for i in range(rate_limbs) for j in range(position_limbs)]
+    # Split each power of two between key and query.
     of_key = [min(max(power - 4, -14), 4) for *_, power in pairs]
     of_query = [power - own for (*_, power), own in zip(pairs, of_key, strict=True)]
     limit = 65504.0 / 2 ** max(of_query) if bits == BITS["float16"] else 2.0**LARGEST_EXPONENT
     limit, values = limit * abs(call.scale), host_values(call.slopes)
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values}")
+    # The kernel multiplies by the scale, so slopes are divided by it.
     rates = _split_rates(call, times(xp, call.slopes, 1 / call.scale), bits, rate_limbs)
     digits = _split_positions(call, bits, position_limbs)
+    # [..., num_heads, features] and [kv_len, features]: one feature for each pair of limbs
     for_query = xp.stack([rates[i] * 2.0**x for (i, *_), x in zip(pairs, of_query, strict=True)], axis=-1)
     for_key = xp.stack([digits[j] * 2.0**x for (_, j, _), x in zip(pairs, of_key, strict=True)], axis=-1)
     # [..., num_heads, 1, features] and [kv_len, features]
@@ -84,9 +87,10 @@ def fold(
 
 
 def fold_size(kv_len: int, dtype: DType) -> int:
-    """Return how many features :func:`fold` appends.
+    """Return the number of features that :func:`fold` appends.
 
-    That is 1 in float32, 3 to 257 keys and 6 to 131,328 in bfloat16, 3 to 2,049 keys and 6 to 8,390,656 in float16.
+    That is 1 in float32; in bfloat16 3 for up to 257 keys and 6 for up to 131,328 keys; in float16 3 for up to 2,049
+    keys and 6 for up to 8,390,656 keys.
 
     Example:
         >>> fold_size(4096, "bfloat16"), fold_size(2048, "float16"), fold_size(4096, "float32")
@@ -97,17 +101,19 @@ def fold_size(kv_len: int, dtype: DType) -> int:
 
 
 def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: DType, q_len: int | None = None) -> Any:
-    """Return how far folding may move a scaled score: an array of the shape, library and device of ``slopes``.
+    """Return an upper bound of the error that folding adds to a scaled score, one a head.
 
     It holds for any data, and for a kernel that adds products in float32 in any order; docs/bias.md derives it. The
-    error of the sum of ``query * key`` itself comes on top.
+    rounding error of the sum of ``query * key`` itself comes on top. The result is an array with the shape, library and
+    device of ``slopes``.
 
     Args:
         slopes: ``[..., num_heads]``, or an int for that many canonical slopes.
         kv_len: Number of keys, in tokens.
         head_dim: Features of query and key before folding.
         dtype: Floating dtype of query and key, of any library, or its name.
-        q_len: Number of queries, in tokens. Default: any. With as many queries as keys the bound is half as large.
+        q_len: Number of queries, in tokens. Default: any number. With as many queries as keys the bound is half as
+            large.
 
     Example:
         >>> bound = fold_error_bound(8, 4096, head_dim=64, dtype="bfloat16", q_len=4096)  # slopes 2**-1 ... 2**-8
@@ -115,47 +121,51 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
         ['5.7e-03', '2.8e-03', '1.4e-03', '7.1e-04', '3.6e-04', '1.8e-04', '8.9e-05', '4.4e-05']
     """
     head_dim, (bits, rates, limbs) = checks.size("head_dim", head_dim), _limbs(kv_len, dtype)
+    kv_len = int(kv_len)  # of NumPy's integers, small ones would wrap
     xp, placed = slopes_of_any_sign(slopes)
     centre = _centre(1 if q_len is None else checks.non_negative_int("q_len", q_len), kv_len)
+    # The largest |j - c|.
     farthest = max(centre, kv_len - 1 - centre)
     lower_limbs = sum(2 ** (bits + (bits + 1) * j) for j in range(limbs - 1))
     sizes = (1 + 2.0 ** (2 - bits)) * (farthest + 2 * lower_limbs)
     additions, multiplications = head_dim + rates * limbs - 1, 2 + (bits >= 24)
     bound = ((additions + multiplications) * sizes + 3 * farthest) * (2.0**-53 if bits == 53 else 2.0**-24)
-    return times(xp, xp.abs(placed), bound * (1 + 2.0**-16))  # for terms of second order, and the rounding of this
+    return times(xp, xp.abs(placed), bound * (1 + 2.0**-16))  # covers terms of second order and this line's rounding
 
 
 def _limbs(kv_len: int, dtype: DType) -> tuple[int, int, int]:
-    """Return the bits of a limb, and how many limbs hold a rate, and each integer up to ``kv_len - 1`` in size."""
+    """Return the bits of a limb, the number of limbs of a rate, and of any position of size below ``kv_len``."""
     name, kv_len = floating_name(dtype), checks.non_negative_int("kv_len", kv_len)
     if name is None:
         raise TypeError(f"dtype must be one of {', '.join(BITS)}, got {brief(dtype)}")
     checks.positions_fit(0, 0, kv_len)
     bits, limbs, largest = BITS[name], 1, kv_len - 1
+    # One limb holds integers up to 2**bits; each further limb adds bits + 1 bits.
     while largest > 2**bits:
         limbs, largest = limbs + 1, (largest + 2**bits) >> (bits + 1)
-    if name == "float16" and limbs > 2:  # the first of three would have to be so large that it overflows
+    if name == "float16" and limbs > 2:  # the first of three limbs would overflow
         raise ValueError(f"kv_len must be at most 8390656 to be folded in float16, got {kv_len}; bfloat16 has no limit")
-    # Each limb but the first adds one bit more than it holds: its sign is free. Of 24 bits, 8 + 9 + 9 hold all, but
-    # 11 + 12 do not.
+    # Each limb but the first adds one bit more than it holds, its sign. A float32 slope of 24 bits takes three limbs:
+    # 8 + 9 + 9 bits suffice in bfloat16, 11 + 12 do not in float16.
     return bits, 1 if bits >= 24 else 3, limbs
 
 
 def _centre(q_len: int, kv_len: int) -> int:
-    """Return the position that others are counted from: near the queries, where weight is, sums should be small."""
+    """Return the position ``c`` to count from, in the middle of the queries: sums are small where the weight is."""
     return max(kv_len - 1 - min(q_len, kv_len) // 2, 0)
 
 
 def _split_rates(call: AttentionCall, rates: Any, bits: int, count: int) -> list[Any]:
-    """Return limbs of ``rates``, limb ``i`` times ``2**((bits + 1) * i)``, whose sum has the gradient of ``rates``.
+    """Return limbs of ``rates``, limb ``i`` scaled by ``2**((bits + 1) * i)``; their sum has the gradient of ``rates``.
 
-    Limbs are made by ``round``: compilers may leave out a conversion to the dtype and back. Its gradient is zero in all
-    libraries, so the remainder, which is 0, carries the gradient and goes back into the first limb.
+    Limbs are made by ``round``, because compilers may remove a cast to the dtype and back. The gradient of ``round`` is
+    zero in all libraries, so the remainder, which is 0, carries the gradient and is added to the first limb.
     """
     if count == 1:
         return [rates]
     xp = call.xp
     power, inverse = power_below(xp, rates, range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1))
+    # Value of the last bit of the first limb.
     unit = power * 2.0 ** (1 - bits)
     limbs, rest = [], rates * inverse * 2.0 ** (bits - 1)  # 2**(bits - 1) <= rest < 2**bits
     for i in range(count):
@@ -168,7 +178,7 @@ def _split_rates(call: AttentionCall, rates: Any, bits: int, count: int) -> list
 
 
 def _split_positions(call: AttentionCall, bits: int, count: int) -> list[Any]:
-    """Return limbs of ``j - c``, whole numbers from ``-2**bits`` to ``2**bits``, ``[kv_len]`` each, lowest first."""
+    """Return limbs of ``j - c``, integers from ``-2**bits`` to ``2**bits``, ``[kv_len]`` each, lowest first."""
     limbs, rest = [], arange(call.xp, call.kv_len, call.device) - _centre(call.q_len, call.kv_len)
     for _ in range(count - 1):
         higher = (rest + 2**bits) >> (bits + 1)
@@ -178,9 +188,9 @@ def _split_positions(call: AttentionCall, bits: int, count: int) -> list[Any]:
 
 
 def _append(call: AttentionCall, tensor: Any, features: Any, head_dim: int) -> Any:
-    """Return ``tensor`` with ``features``, which broadcast to it but for their number, and zeros up to ``head_dim``."""
+    """Return ``tensor`` with ``features`` appended along the last axis, and zeros up to ``head_dim``."""
     xp, leading = call.xp, tensor.shape[:-1]
-    # Broadcast first: the gradient of that is a sum over all tokens, which is to be formed in float32.
+    # Broadcast before the cast: the gradient of a broadcast is a sum over all tokens, which needs float32.
     parts = [tensor, astype(xp, xp.broadcast_to(features, (*leading, features.shape[-1])), call.dtype)]
     if missing := head_dim - tensor.shape[-1] - features.shape[-1]:
         parts.append(xp.broadcast_to(asarray(xp, 0.0, call.dtype, call.device), (*leading, missing)))

@@ -1,7 +1,7 @@
 """A pytest plugin: the laws of ALiBi as tests of an adapter.
 
-A test that asks for the fixture ``alibi_law`` becomes one test for each law, of the adapter that the fixture
-``alibi_adapter``, which is yours, returns::
+A test with the fixture ``alibi_law`` becomes one test for each law. It checks the adapter that the fixture
+``alibi_adapter`` returns; you define that fixture::
 
     @pytest.fixture
     def alibi_adapter():
@@ -10,8 +10,8 @@ A test that asks for the fixture ``alibi_law`` becomes one test for each law, of
     def test_my_kernel_is_alibi(alibi_law):
         alibi_law()
 
-A law that the adapter does not offer is skipped, and the reason says why. ``alibi_profile`` and ``alibi_seed`` are
-fixtures, too: override them for other than quick checks of the same cases each time.
+A law that the adapter does not offer is skipped, with the reason. Override the fixtures ``alibi_profile`` and
+``alibi_seed`` for thorough checks or other cases.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 
 
-@pytest.hookimpl(trylast=True)  # when adapters that are parameters are known
+@pytest.hookimpl(trylast=True)  # after parametrized adapters are known
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each law, unless the test itself says which; one alone, which fails, without an adapter."""
+    """Make one test for each law, unless the test chooses laws itself; without an adapter one test, which fails."""
+    # A test that parametrizes alibi_law itself is left alone.
     chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     names = [name.strip() for names in chosen for name in (names.split(",") if isinstance(names, str) else names)]
     if "alibi_law" in metafunc.fixturenames and "alibi_law" not in names and _has_adapter(metafunc):
@@ -34,14 +35,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _has_adapter(metafunc: pytest.Metafunc) -> bool:
-    """Whether the fixture ``alibi_adapter`` of a test is another than this file's; pytest has no public word for it."""
+    """Whether a test has its own fixture ``alibi_adapter``, not this file's; pytest has no public API for it."""
     fixtures = metafunc._arg2fixturedefs.get("alibi_adapter", ())
     return any(fixture.func.__module__ != __name__ for fixture in fixtures)
 
 
 @pytest.fixture
 def alibi_adapter() -> Any:
-    """Fail: every project has adapters of its own."""
+    """Fail, because every project must define its own adapter."""
     pytest.fail(
         "alibi_adapter must be a fixture of yours that returns an adapter, got none; write, here or in conftest.py,\n\n"
         "    @pytest.fixture\n    def alibi_adapter():\n        return MyAdapter()",
@@ -51,13 +52,13 @@ def alibi_adapter() -> Any:
 
 @pytest.fixture(scope="session")
 def alibi_profile() -> str:
-    """How thorough checks are."""
+    """The profile of checks, ``"quick"`` or ``"thorough"``."""
     return "quick"
 
 
 @pytest.fixture(scope="session")
 def alibi_seed() -> int:
-    """Of the cases that are drawn."""
+    """The seed of the random cases."""
     return 0
 
 
@@ -65,7 +66,7 @@ def alibi_seed() -> int:
 def alibi_law(
     request: pytest.FixtureRequest, alibi_adapter: Any, alibi_profile: str, alibi_seed: int
 ) -> Callable[[], None]:
-    """Hold the adapter of the fixture ``alibi_adapter`` to one law."""
+    """Return a function that checks the adapter of the fixture ``alibi_adapter`` against one law."""
     from alibi_core.conformance import check
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""The slopes: one positive number a head, which says how fast that head forgets."""
+"""The slopes: one positive number a head, the penalty per token of distance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from alibi_core._arrays import (
 )
 from alibi_core._contracts import named
 
-MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
+MOST_HEADS = 2**20  # more heads are refused: each slope takes microseconds of decimal arithmetic
 SCHEMES = ("canonical", "geometric", "linear")
 
 FLOAT32_BITS, BFLOAT16_BITS = 24, 8  # significant bits, the hidden one among them
@@ -52,41 +52,40 @@ def slopes(
     - ``"linear"``: ``n`` evenly spaced numbers from 0.05 to 0.5.
 
     The first two agree when ``n`` is a power of two. The numbers are computed in decimal arithmetic, correctly
-    rounded to float64, then rounded to float32 (or kept, for float64): the same bits on every platform.
+    rounded to float64, then rounded to float32 (float64 stays as it is): the same bits on every platform.
 
     Under tensor parallelism a shard of heads takes its slopes from the *global* count: ``slopes(n)[first:last]``.
 
-    Models trained with slopes that are rounded otherwise need theirs. With ``contract`` these are, each step rounded
-    to nearest in float32:
+    ``contract`` selects the slopes that a family of models was trained with, each step rounded to nearest in float32:
 
-    - ``"bloom"``: the powers ``1, 2, ...`` of ``2**(-8 / p)``, then those ``1, 3, ...`` of ``2**(-8 / (2p))``. As
-      the base is rounded before, they are off by up to 11 units in the last place (of 128 heads);
+    - ``"bloom"``: the powers ``1, 2, ...`` of ``2**(-8 / p)``, then the powers ``1, 3, ...`` of ``2**(-8 / (2p))``.
+      The base is rounded first, so slopes are off by up to 11 units in the last place (for 128 heads);
     - ``"falcon"``: BLOOM's, rounded to bfloat16. Its models divide them, like the scores, by ``sqrt(head_dim)``;
-    - ``"mpt"``: ``1 / 2**(b (h+1) / n')`` for ``n'`` the next power of two, those with odd ``h`` first, cut to ``n``;
-    - ``"geometric"``: ``scheme="geometric"`` by another name, which :func:`bias` knows too.
+    - ``"mpt"``: ``1 / 2**(b (h+1) / n')`` for ``n'`` the next power of two, odd ``h`` first, cut to ``n``;
+    - ``"geometric"``: the same as ``scheme="geometric"``; :func:`bias` accepts this name too.
 
-    Up to 128 heads, BLOOM's and MPT's are bit for bit what ``transformers`` computes where ``powf`` rounds correctly.
-    Vectorised, PyTorch's ``pow`` does not: there one BLOOM slope of 16, 32 or 128 may be a unit in the last place off,
-    which one depending on the processor.
+    Up to 128 heads, BLOOM's and MPT's slopes are bit for bit those of ``transformers`` if ``powf`` rounds correctly.
+    PyTorch's vectorised ``pow`` does not: with it one BLOOM slope of 16, 32 or 128 may be a unit in the last place off;
+    which slope depends on the processor.
 
     Args:
-        num_heads: How many heads, at least 1.
+        num_heads: Number of heads, at least 1.
         scheme: One of ``"canonical"``, ``"geometric"``, ``"linear"``.
-        bias_max: ``b`` above, the negated log2 of the smallest of the first ``p`` slopes. Must be left alone when
-            ``scheme="linear"`` and contracts ``"bloom"`` and ``"falcon"``, where it has no meaning.
-        contract: Whose slopes: ``"exact"`` (the scheme's), ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``,
-            with which ``scheme`` must be left alone.
+        bias_max: ``b`` above, the negated log2 of the smallest of the first ``p`` slopes. It must be 8 with
+            ``scheme="linear"`` and the contracts ``"bloom"`` and ``"falcon"``, which do not use it.
+        contract: Rounding of the slopes: ``"exact"`` (the scheme's), ``"bloom"``, ``"falcon"``, ``"mpt"`` or
+            ``"geometric"``. With all but ``"exact"``, ``scheme`` must be left at its default.
         xp: Array namespace of the result, or its name. Default NumPy.
         dtype: Floating dtype of the result, or its name. Default float32.
         device: Device of the result, as ``xp.asarray`` takes it.
 
     Returns:
-        ``[num_heads]`` array of ``dtype`` on ``device``, all positive but for what a large ``bias_max`` makes smaller
-        than the dtype can hold.
+        ``[num_heads]`` array of ``dtype`` on ``device``. All slopes are positive unless a large ``bias_max`` makes them
+        too small for the dtype.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range, or scheme or contract are unknown or do not go together.
+        ValueError: If a number is out of range, or scheme or contract are unknown or exclude each other.
 
     Example:
         >>> slopes(8).tolist()
@@ -106,14 +105,14 @@ def slopes(
     dtype = xp.float32 if dtype is None else checks.floating_dtype(xp, "dtype", dtype)
     if dtype == xp.float64:
         return asarray(xp, values, xp.float64, device)
-    # Lower precisions are reached through float32 in some libraries and directly in others: fix one way.
+    # Libraries round to lower precisions either through float32 or directly: always go through float32.
     return astype(xp, asarray(xp, values, xp.float32, device), dtype)
 
 
 def slope_values(
     num_heads: int, *, scheme: str = "canonical", bias_max: float = 8.0, contract: str = "exact"
 ) -> list[float]:
-    """Return the slopes as Python floats; arguments and errors as for :func:`slopes`."""
+    """Return the slopes as Python floats; arguments and errors as in :func:`slopes`."""
     num_heads = checks.positive_int("num_heads", num_heads)
     if num_heads > MOST_HEADS:
         raise ValueError(f"num_heads must be at most {MOST_HEADS}, got {brief(num_heads)}")
@@ -130,7 +129,7 @@ def slope_values(
     return list(_constant_slope_values(operator.index(num_heads), rule.scheme or scheme, bias_max.as_integer_ratio()))
 
 
-@constant_when_traced  # for torch.compile can trace neither decimal arithmetic nor a cache
+@constant_when_traced  # torch.compile can trace neither decimal arithmetic nor a cache
 def _constant_slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
     return _slope_values(num_heads, scheme, bias_max)
 
@@ -138,6 +137,7 @@ def _constant_slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int
 @lru_cache(maxsize=256)
 def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
     if scheme == "linear":
+        # From 0.05 to 0.5; a single head gets 0.05.
         step = Fraction(45, 100) / max(num_heads - 1, 1)
         return tuple(float(Fraction(5, 100) + step * head) for head in range(num_heads))
     b = Fraction(*bias_max)
@@ -145,10 +145,12 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
         return tuple(float(_power_of_two(-b * (head + 1) / num_heads)) for head in range(num_heads))
     if scheme == "mpt":
         return _mpt_slopes(num_heads, b)
+    # Falcon rounds BLOOM's float32 slopes once more, to bfloat16.
     if scheme in ("bloom", "falcon"):
         bits = FLOAT32_BITS if scheme == "bloom" else BFLOAT16_BITS
         return tuple(_rounded(Fraction(slope), bits) for slope in _bloom_slopes(num_heads))
     p = 1 << (num_heads.bit_length() - 1)
+    # Canonical: p slopes in geometric progression, then every other slope of 2 * p heads.
     first = [-b * (head + 1) / p for head in range(p)]
     between = [-b * (2 * head + 1) / (2 * p) for head in range(num_heads - p)]
     return tuple(float(_power_of_two(exponent)) for exponent in first + between)
@@ -163,6 +165,7 @@ def _bloom_slopes(num_heads: int) -> list[float]:
 
 def _mpt_slopes(num_heads: int, bias_max: Fraction) -> tuple[float, ...]:
     above = 1 << (num_heads - 1).bit_length()
+    # transformers computes arange(1, n' + 1) * (bias_max / n') in float32.
     step = Fraction(_rounded(bias_max / above, FLOAT32_BITS))
     exponents = [Fraction(_rounded(step * (head + 1), FLOAT32_BITS)) for head in range(above)]
     slopes = [_reciprocal_of_power(exponent) for exponent in exponents]
@@ -176,7 +179,7 @@ def _reciprocal_of_power(exponent: Fraction) -> float:
 
 
 def _rounded(value: Fraction | decimal.Decimal, bits: int) -> float:
-    """Return a positive number rounded to ``bits`` significant bits, to even between two."""
+    """Return a positive number rounded to ``bits`` significant bits, half to even."""
     number = Fraction(value)
     exponent = number.numerator.bit_length() - number.denominator.bit_length()
     exponent -= number < Fraction(2) ** exponent  # 2**exponent <= number < 2**(exponent + 1)
@@ -185,6 +188,6 @@ def _rounded(value: Fraction | decimal.Decimal, bits: int) -> float:
 
 
 def _power_of_two(exponent: Fraction) -> decimal.Decimal:
-    """Return ``2**exponent`` to 60 digits, of which ``float`` makes the nearest one on every platform."""
+    """Return ``2**exponent`` to 60 digits; ``float`` of it is correctly rounded on every platform."""
     power = _DECIMAL.divide(decimal.Decimal(exponent.numerator), decimal.Decimal(exponent.denominator))
     return _DECIMAL.power(decimal.Decimal(2), power)

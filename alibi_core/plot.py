@@ -1,6 +1,6 @@
-"""Pictures of biases, and of what a call needs. They need matplotlib, of the ``plot`` extra.
+"""Pictures of biases, and of the keys that a call needs. Requires matplotlib, from the ``plot`` extra.
 
-Each function returns a figure, which a notebook shows and ``figure.savefig("picture.png")`` writes.
+Each function returns a figure. A notebook shows it; ``figure.savefig("picture.png")`` writes it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ except ModuleNotFoundError as error:
 
 __all__ = ["bias", "explanation"]
 
-# Of Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Colours of Okabe and Ito's palette, which colour-blind readers can distinguish.
 BLUE, ORANGE, PALE = "#0072B2", "#D55E00", "#DDE3E8"
-LEAST_SHOWN = -8.0  # of a bias: a key at -8 weighs 0.0003 of one at 0, all else alike
-MOST_HEADS, COLUMNS = 8, 4  # of panels, where heads are not chosen
+LEAST_SHOWN = -8.0  # lower biases have the darkest colour: at equal scores a key at -8 weighs 0.0003 of a key at 0
+MOST_HEADS, COLUMNS = 8, 4  # heads drawn unless the caller chooses them; panels in a row
 
 
 class _Picture(Figure):
-    """A figure of matplotlib that notebooks show, also where nobody imported ``pyplot``."""
+    """A matplotlib figure that notebooks show, also if ``pyplot`` was not imported."""
 
     def _repr_png_(self) -> bytes:
         from io import BytesIO
@@ -52,27 +52,27 @@ def bias(
     query: int = -1,
     **arguments: Any,
 ) -> Figure:
-    """Draw biases, heads side by side, and under each what a query sees.
+    """Draw biases, heads side by side, and under each the weights of one query.
 
-    Above, darker is more negative; white is masked. Below are the weights ``softmax(bias)`` of one query, which are
-    those of its attention where all scores are alike.
+    Above, darker is more negative; white is masked. Below are the weights ``softmax(bias)`` of one query: the weights
+    of attention if all scores are equal.
 
     Args:
-        slopes: As for :func:`alibi_core.bias`, one for each head.
+        slopes: As in :func:`alibi_core.bias`: one for each head, without a batch axis.
         q_len: Number of queries, in tokens.
         kv_len: Number of keys, in tokens. Default ``q_len``.
-        heads: Which to draw. Default all, or of more than 8 the first, the last and 6 between.
-        query: Whose weights to draw below, counted from the first; a negative number is counted from the end.
-        **arguments: As for :func:`alibi_core.bias`.
+        heads: Indices of the heads to draw. Default: all of up to 8 heads, else the first, the last and 6 between.
+        query: Index of the query whose weights are drawn below; negative indices count from the end.
+        **arguments: As in :func:`alibi_core.bias`: its further keyword arguments.
 
     Returns:
         The figure.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
-        TypeError: As :func:`alibi_core.bias` does.
-        ValueError: Likewise; and if there is nothing to draw, slopes have a batch axis, or a head or the query is not
-            there.
+        TypeError: For the reasons listed in :func:`alibi_core.bias`.
+        ValueError: For the reasons listed in :func:`alibi_core.bias`, if there is nothing to draw, slopes have a batch
+            axis, or a head or the query does not exist.
 
     Example:
         >>> figure = bias(4, 12)
@@ -91,15 +91,18 @@ def bias(
         raise ValueError(f"query must be one of {values.shape[1]}, got {query}")
     query %= values.shape[1]
     lowest = values[shown].min(where=np.isfinite(values[shown]), initial=0.0)
+    # The colour scale ends at the lowest bias, but not below LEAST_SHOWN.
     least = float(np.clip(lowest, LEAST_SHOWN, -1.0))
     colours = ListedColormap([(0.0, 0.447, 0.698, 0.1 + 0.9 * (1 - x)) for x in np.linspace(0, 1, 256)])
     figure = _Picture(figsize=(1.2 + 2.0 * len(shown), 3.9), layout="constrained")
     axes = figure.subplots(2, len(shown), squeeze=False, sharex=True, sharey="row", height_ratios=[2, 1])
     for (above, below), head in zip(axes.T, shown, strict=True):
+        # Masked elements stay white.
         masked = np.ma.masked_where(~np.isfinite(values[head]), values[head])
         image = above.imshow(masked, cmap=colours, vmin=least, vmax=0, aspect="auto", interpolation="nearest")
         above.axhspan(query - 0.5, query + 0.5, fill=False, edgecolor=ORANGE, linewidth=1)
         above.set_title(f"head {head}", fontsize=10)
+        # Softmax of one row; a fully masked row gives zeros, not NaN.
         weights = np.exp(values[head, query] - max(values[head, query].max(), np.finfo(np.float32).min))
         below.stairs(weights / max(weights.sum(), 1.0), np.arange(values.shape[2] + 1) - 0.5, fill=True, color=BLUE)
         below.set_xlabel("key")
@@ -111,26 +114,26 @@ def bias(
 
 
 def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
-    """Draw what a call needs: the keys that each block of queries needs, by head, with the horizons beside.
+    """Draw the keys that each block of queries needs, by head, with the horizons beside.
 
-    Pale is what masks leave, blue what is needed of it. An implementation computes the blue part, and at its edges
-    somewhat more. :meth:`Explanation.figure` is this function.
+    Visible keys are pale, needed keys blue. An implementation computes the blue area, and more at its edges.
+    :meth:`Explanation.figure` is this function.
 
     Args:
-        explained: What a backend's ``explain`` returned.
-        entry: Which batch entry, where there are several batch axes, counted over all of them.
-        heads: Which to draw. Default all, or of more than 8 the first, the last and 6 between.
+        explained: The result of a backend's ``explain``.
+        entry: Index of the batch entry; with several batch axes, the index in the flattened batch.
+        heads: Indices of the heads to draw. Default: all of up to 8 heads, else the first, the last and 6 between.
 
     Returns:
         The figure.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
-        ValueError: If there is nothing to draw, or the batch entry or a head is not there.
+        ValueError: If there is nothing to draw, or the batch entry or a head does not exist.
 
     Example:
-        What ``explain`` of a backend returns, here written down by hand: 8 tokens in two blocks, and two heads, the
-        second of which needs all visible keys.
+        An explanation as a backend's ``explain`` returns it, here written by hand: 8 tokens in two blocks, and two
+        heads; the second head needs all visible keys.
 
         >>> from alibi_core.backend.horizon import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])
@@ -154,11 +157,13 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         ax.set_visible(False)
     for ax, head in zip(axes.flat, shown, strict=False):
         pairs = []
+        # Pale first, so that blue is drawn on top of it.
         for (first, stop), colour in ((spans.visible[entry].T, PALE), (spans.needed[entry, head].T, BLUE)):
             ax.stairs(stop, spans.edges, baseline=first, orientation="horizontal", fill=True, color=colour)
             pairs.append(float((np.diff(spans.edges) * (stop - first)).sum()))
         ax.set_title(f"head {head}: {pairs[1] / max(pairs[0], 1.0):.0%}", fontsize=10)
         ax.set_xlim(0, spans.kv_len)
+        # The first query is at the top, as in a matrix.
         ax.set_ylim(spans.edges[-1], 0)
         _whole_numbers(ax.xaxis, ax.yaxis)
     panels.supxlabel("key", fontsize=10)
@@ -172,7 +177,7 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
 
 
 def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
-    """Return the heads to draw: those given, or some of all."""
+    """Return the indices of the heads to draw: the given ones, else at most ``MOST_HEADS``, evenly spaced."""
     if heads is None:
         return [int(x) for x in np.linspace(0, num_heads - 1, min(num_heads, MOST_HEADS)).round()]
     chosen = [checks.integer("heads", head) for head in heads]
@@ -182,7 +187,7 @@ def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
 
 
 def _draw_horizons(ax: Axes, horizons: np.ndarray[Any, Any], heads: Sequence[int], kv_len: int) -> None:
-    """Draw how far back heads look, in tokens; one that needs every key, as far as there are keys."""
+    """Draw the horizons of heads, in tokens, as bars; a head that needs every key gets a bar of ``kv_len``."""
     endless = ~np.isfinite(horizons)
     rows = np.arange(len(heads))
     ax.barh(rows, np.where(endless, kv_len, horizons), color=[PALE if x else BLUE for x in endless])

@@ -23,8 +23,7 @@ import alibi_core
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Tiling, host_ranges
 from benchmarks import harness
-from benchmarks.extrapolation.__main__ import QUICK, standard_library, train
-from benchmarks.extrapolation.models import build
+from benchmarks.extrapolation import QUICK, build, standard_library, train
 
 BLOCK, TOLERANCES = 128, {"2**-24": 2.0**-24, "e**-10": math.exp(-10)}
 Values = np.ndarray[Any, Any]
@@ -117,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.add_row(f"{data}: {bound.__name__}", *(f"{x:.1%}" for x in shares.values()))
         is_right = is_right and all(row[name] >= rows[-1][name] for row in rows[-4:] for name in TOLERANCES)
     Console().print(table)
-    harness.write_json(options.output / "bounds.json", {"length": options.length, "measurements": rows})
+    results = {"length": options.length, "machine": harness.machine(), "versions": harness.versions("torch")}
+    harness.write_json(options.output / "bounds.json", results | {"measurements": rows})
     return int(not is_right)
 
 

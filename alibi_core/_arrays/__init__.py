@@ -1,7 +1,7 @@
-"""Arrays of any library behind one face, and the checks of arguments.
+"""One interface to the arrays of every library, and the checks of arguments.
 
-In go arrays, dtypes and numbers as a user gave them. Out come a namespace of the array API standard, and values that
-are known to be right, or an error that tells the fix.
+Takes arrays, dtypes and numbers as a user gave them. Returns a namespace of the array API standard and validated
+values, or raises an error that tells the fix.
 """
 
 from alibi_core._arrays import checks as checks

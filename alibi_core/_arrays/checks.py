@@ -24,16 +24,16 @@ from alibi_core._arrays.namespace import (
 )
 from alibi_core._arrays.namespace import is_int as is_int
 
-# isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace those.
+# isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace unions.
 
 MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
 
 
 def integer(name: str, value: Any, or_else: str = "") -> int:
-    """Return ``value`` as Python's int (or the symbol that torch.compile holds for one).
+    """Return ``value`` as Python's int, or as torch.compile's symbolic integer.
 
-    ``or_else`` ends the message about an array: what else it can be given to.
+    ``or_else`` ends the error message for an array: it names a function that accepts arrays.
     """
     if not is_int(value):
         how = ""
@@ -51,7 +51,7 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def size(name: str, value: Any) -> int:
-    """Check for the length of an axis, which some libraries have only 32 bits for."""
+    """Check the length of an axis: libraries may store lengths in 32 bits."""
     number = positive_int(name, value)
     if number > MAX_POSITION:
         raise ValueError(f"{name} must be at most {MAX_POSITION}, got {brief(value)}")
@@ -69,15 +69,15 @@ def window(value: Any) -> int:
     if isinstance(value, tuple | list):  # as flash-attn has it
         raise TypeError(f"window_size must be one integer, got {value}; is_causal tells whether later keys are seen")
     number = integer("window_size", value)
-    if number < 0:  # as -1 is for no window elsewhere
+    if number < 0:  # other libraries take -1 for "no window"
         raise ValueError(f"window_size must not be negative, got {brief(value)}; None is for no window")
     return number
 
 
 def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
-    """Check that no position and no distance leaves int32, where it would wrap around unnoticed.
+    """Check that all positions and distances fit int32, where they would wrap around silently.
 
-    It passes over what torch.export records: a program for any length must not become one with a limit.
+    Skipped under torch.export: a comparison would fix the length.
     """
     if not is_exporting() and abs(q_offset) + q_len + kv_len > MAX_POSITION:
         raise ValueError(
@@ -87,11 +87,13 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 
 
 def positions_apart(q_positions: Any, kv_positions: Any) -> None:
-    """Check that int64 holds the distances of positions, as far as values can be seen: they would wrap unnoticed."""
-    values = [host_values(x) for x in (q_positions, kv_positions) if "64" in str(x.dtype)]
+    """Check that all distances fit int64, where they would wrap silently. Values of traced arrays are not checked."""
+    pair = (q_positions, kv_positions)
+    values = [host_values(x) for x in pair] if any("64" in str(x.dtype) for x in pair) else []
     found = [x for x in values if x is not None and x.size]
     if not found:
         return
+    # Positions must also be less than 2**63 away from 0.
     least, most = min(0.0, *(x.min() for x in found)), max(0.0, *(x.max() for x in found))
     if most - least >= 2.0**63:
         raise ValueError(
@@ -103,14 +105,14 @@ def real_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a real number, got {shown(value)}")
     if isinstance(value, np.floating):
-        value = float(value)  # or what it is compared with would be rounded to its precision
+        value = float(value)  # otherwise comparisons round the Python number to this NumPy precision
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
         raise ValueError(f"{name} must be finite, got {brief(value)}")
     return float(value)
 
 
 def number_in(working: DType, name: str, value: Any) -> float:
-    """Return ``value`` as a number that is finite in the dtype that is computed in."""
+    """Return ``value`` as a float, having checked that it is finite in the dtype ``working``."""
     number, kind = real_number(name, value), floating_name(working)
     if abs(number) > LARGEST[str(kind)]:
         raise ValueError(f"{name} must be finite in {kind}, which is computed in, got {number}")
@@ -142,7 +144,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def direction(is_causal: Any, future_slopes: Any | None) -> None:
-    """Check ``is_causal``, and that slopes for keys to come are given only where such keys are seen."""
+    """Check ``is_causal``, and that ``future_slopes`` are given only for attention that is not causal."""
     if boolean("is_causal", is_causal) and future_slopes is not None:
         raise ValueError(
             "future_slopes must be None when is_causal=True (there are no future keys), got an array; give "
@@ -159,7 +161,7 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def array(name: str, value: Any) -> Any:
-    """Check that ``value`` looks like an array; its library is checked by ``namespace_of``."""
+    """Check that ``value`` has a shape and a dtype; ``namespace_of`` checks its library."""
     if is_nested(value):
         raise TypeError(
             f"{name} must be dense, got a nested tensor; give to_padded_tensor(0.0) of it and a mask, or texts packed "
@@ -178,7 +180,8 @@ def array(name: str, value: Any) -> Any:
 
 
 def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
-    """Return a floating dtype of the library, which may be given by its name."""
+    """Return a floating dtype of the library ``xp``; ``dtype`` may also be its name."""
+    # By name: the namespace has an attribute for each floating dtype.
     if isinstance(dtype, str) and dtype in FLOATING:
         dtype = getattr(xp, dtype, dtype)
     if not is_kind(xp, dtype, "real floating"):
@@ -198,14 +201,14 @@ def floating_array(xp: Namespace, name: str, value: Any) -> Any:
 
 
 def tensor(xp: Namespace, name: str, value: Any) -> Any:
-    """Check for a floating array of one of the dtypes that attention is computed for."""
+    """Check for an array of float16, bfloat16, float32 or float64."""
     if floating_name(floating_array(xp, name, value).dtype) is None:
         raise TypeError(f"{name} must be of dtype {_listed(FLOATING)}, got {value.dtype}; cast it to one of these")
     return value
 
 
 def tokens(value: Any, xp: Namespace | None = None) -> Any:
-    """Check for the numbers of tokens, ``[batch, length]``, of the library ``xp`` if that is given."""
+    """Check for token ids, ``[batch, length]`` integers, of the library ``xp`` if it is given."""
     integer_array(namespace_of(array("tokens", value), xp=xp, names=("tokens",)), "tokens", value)
     if len(value.shape) != 2:
         how = "; tokens[None] makes one text a batch" if len(value.shape) == 1 else ""
@@ -214,9 +217,9 @@ def tokens(value: Any, xp: Namespace | None = None) -> Any:
 
 
 def in_table(name: str, values: np.ndarray[Any, Any] | None, size: int) -> None:
-    """Check that a table of so many rows has a row for each of some numbers; None where they are not known.
+    """Check that all ``values`` are row indices of a table with ``size`` rows. ``values`` is None where unknown.
 
-    A table whose rows are elsewhere, as DeepSpeed divides one, has a size of 0: then it is passed over.
+    A table that DeepSpeed has sharded has a local size of 0: it is not checked.
     """
     if values is not None and values.size and size and not 0 <= values.min() <= values.max() < size:
         wrong = values.min() if values.min() < 0 else values.max()
@@ -224,7 +227,7 @@ def in_table(name: str, values: np.ndarray[Any, Any] | None, size: int) -> None:
 
 
 def token_types(value: Any, tokens: Any, count: int, xp: Namespace | None = None) -> Any:
-    """Check for the types of tokens: integers of the tokens' shape, or None; none where a model has no types."""
+    """Check for token types: integers of the tokens' shape, or None. They must be None if ``count`` is 0."""
     if value is None:
         return None
     if not count:
@@ -245,7 +248,8 @@ def integer_array(xp: Namespace, name: str, value: Any) -> Any:
 def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] = (), axes: str = "") -> None:
     """Check for ``[num_heads]`` or ``[*batch, num_heads]``.
 
-    ``axes`` are the query's, in words: slopes that do not fit may tell that its heads are not where they should be.
+    ``axes`` are the query's axes, in words, for the message: slopes of a wrong length may mean that the query has its
+    heads on another axis.
     """
     shape = tuple(slopes.shape)
     if shape not in ((num_heads,), (*batch, num_heads)):
@@ -267,9 +271,9 @@ def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
 
 
 def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DType = "float64") -> None:
-    """Check for numbers that are not negative, where the values can be seen without waiting for them.
+    """Check that slopes are finite and not negative, where reading the values does not make the host wait.
 
-    Their products with distances have to be finite in the dtype ``working``, float32 or float64, of any library.
+    Their products with distances must be finite in the dtype ``working``, float32 or float64, of any library.
     """
     values = host_values(slopes)
     if values is None:
@@ -277,6 +281,7 @@ def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DTyp
     if not np.all(np.isfinite(values)):
         raise ValueError(f"{name} must be finite, got {values.tolist()}")
     kind = floating_name(working) or "float64"
+    # A larger slope times the largest distance overflows.
     most = LARGEST[kind] / (MAX_POSITION + 1)
     if np.any(np.abs(values) > most):
         raise ValueError(
@@ -291,6 +296,7 @@ def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DTyp
 
 
 def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    # Align the last axes, as broadcasting does.
     padded = (1,) * (len(target) - len(shape)) + tuple(shape)
     return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(padded, target, strict=True))
 
@@ -302,7 +308,7 @@ def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], ax
 
 
 def shown(value: Any) -> str:
-    """Return how a value of the wrong kind is shown."""
+    """Return the text and the type of a value, for an error message."""
     return f"{brief(value)} ({type(value).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""Arguments by the names that other libraries have for them: the error gives the name here."""
+"""Hints for argument names of other libraries: the error tells the name that is used here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 HEADS = ("num_heads", "slopes, which may be the number of heads")
-# Each hint begins with the name of an argument. A function gives the first hint whose argument it has.
+# Each hint begins with the name of an argument. The error gives the first hint whose argument the function has.
 HINTS: dict[str, str | tuple[str, ...]] = {
     "alibi_slopes": "slopes",
     "attention_mask": "mask: (attention_mask == 1)[:, None, None, :], or as it is for encode",
@@ -47,7 +47,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
 
 
 def explains_keywords(function: Function) -> Function:
-    """Return a function whose error for an argument of :data:`HINTS` says what to give; its signature stays."""
+    """Return the function with a better error for the names in :data:`HINTS`; its signature is unchanged."""
     known = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -60,7 +60,7 @@ def explains_keywords(function: Function) -> Function:
 
 
 def check_keywords(function: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Check that a function takes these arguments, for one that hands them on."""
+    """Check that ``function`` takes these arguments, for a wrapper that passes them on."""
     _check(function, frozenset(inspect.signature(function).parameters), options)
 
 

@@ -1,7 +1,7 @@
-"""Array libraries: finding their namespaces, and every place where one of them differs from the standard.
+"""Array libraries: their namespaces, and the functions in which one of them differs from the standard.
 
-Everything that is special to one library is in this module. The rest of the core is written against the array API
-standard of 2024.12 (data-apis.org/array-api) alone, whose functions take Python scalars beside arrays.
+The core is written against the array API standard of 2024.12 (data-apis.org/array-api), whose functions take Python
+scalars beside arrays. Work-arounds for one library belong in this module.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, Protocol, TypeVar
 import array_api_compat
 import numpy as np
 
-# A namespace is a module (or anything like one) with the functions of the array API standard. Modules have no
-# useful structural type, so the alias only says what is meant.
+# A namespace is a module (or an object like one) with the functions of the array API standard. Modules have no
+# useful structural type, so these aliases are for readers only.
 Namespace = Any
 DType = Any
 Device = Any
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The names by which a namespace may be asked for: its module's, or that of the extra which installs the library.
+# Accepted names of a namespace: the module's name, or the name of the extra which installs the library.
 NAMED = {x: x for x in ("numpy", "torch", "jax.numpy", "mlx.core", "dask.array", "cupy", "array_api_strict")}
 NAMED |= {"pytorch": "torch", "jax": "jax.numpy", "mlx": "mlx.core"}
-FLOATING = ("float64", "float32", "bfloat16", "float16")  # the floating types that are computed with
+FLOATING = ("float64", "float32", "bfloat16", "float16")  # the supported floating dtypes
 
 
 class Array(Protocol):
-    """The attributes by which an argument is recognised as an array of the array API standard."""
+    """An array of the array API standard, recognised by these attributes."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -44,9 +44,9 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None, names: Sequ
 
     Args:
         *arrays: Arrays of one library; None is passed over.
-        xp: The namespace the caller asked for, as the user imported it (``torch``, ``jax.numpy``, ...) or by its name;
-            or None.
-        names: What the arrays are called, one name an array, for the message.
+        xp: The namespace that the arrays must belong to, as the user imported it (``torch``, ``jax.numpy``, ...) or
+            by its name; or None.
+        names: Argument names of the arrays, one each, for the message.
 
     Raises:
         TypeError: If an argument is no array, if the arrays belong to different libraries, or if they do not belong
@@ -59,18 +59,21 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None, names: Sequ
             f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}; "
             f"names are {', '.join(map(repr, NAMED))}"
         )
+    # Compare names: torch and its compat wrapper are two modules of one library.
     found = [_namespace_of_one(array) for array in arrays if array is not None]
     libraries = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
     if len(libraries) > 1:
         listed = " and ".join(sorted(libraries))
         how = "convert them to one"
         if xp is not None:
+            # Name the arguments that belong to another library than xp.
             strange = [x for x, of in zip(names, found, strict=False) if library_name(of) != library_name(xp)]
             which, listed_names = ("these", f": {', '.join(strange)}") if strange else ("the others", "")
             how = f"make {which} arrays of {library_name(xp)}, by {_maker(xp)}{listed_names}"
         raise TypeError(f"arrays must belong to one array namespace, got {listed}; {how}")
     if found:
         return found[0]
+    # Without arrays the namespace is found from xp itself.
     if xp is not None and _is_mlx(xp):
         return MLXNamespace(xp)
     return _namespace_of_one((np if xp is None else xp).asarray(0))
@@ -86,15 +89,16 @@ def _imported(name: str) -> Namespace:
 def _namespace_of_one(array: Any) -> Namespace:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        # array_namespace would do, but it is cached, which torch.compile warns about when it traces through.
+        # Not array_api_compat.array_namespace: it is cached, and torch.compile warns when it traces through a cache.
         import array_api_compat.torch as namespace
 
+        # Sparse tensors would fail later, with an unclear error.
         if array.layout != torch.strided:
             raise TypeError(f"arrays must be dense, got a tensor of layout {array.layout}; to_dense makes it one")
         return namespace
     mlx = sys.modules.get("mlx.core")
     if mlx is not None and isinstance(array, mlx.array):
-        return MLXNamespace(mlx)  # as below, in a tenth of the time, which is felt beside a call of MLX
+        return MLXNamespace(mlx)  # same result as below in a tenth of the time: a call of MLX itself is short
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"argument must be an array of an array API library, got {type(array).__name__}")
     if isinstance(array, np.ma.MaskedArray):
@@ -118,17 +122,17 @@ def is_nested(value: Any) -> bool:
 
 
 def brief(value: Any) -> str:
-    """Return how a value is shown in a message."""
+    """Return the text of a value for a message, cut to 40 characters."""
     is_number = isinstance(value, (int, np.integer))
     try:
         shown = str(value) if is_number else repr(value)
-    except ValueError:  # Python writes out no integers of more than 4,300 digits, MLX no array that mx.compile traces
+    except ValueError:  # raised by Python for integers over 4,300 digits, by MLX for arrays that mx.compile traces
         return "an integer of thousands of digits" if is_number else "an array of no value yet"
     return shown if len(shown) <= 40 else f"{shown[:37]}..."
 
 
 def library_name(xp: Namespace) -> str:
-    """Return the name its users know a namespace by: ``torch``, ``jax.numpy``, ``mlx.core``, ..."""
+    """Return the library's public name: ``torch``, ``jax.numpy``, ``mlx.core``, ..."""
     return str(xp.__name__).removeprefix("array_api_compat.")
 
 
@@ -137,16 +141,17 @@ def _maker(xp: Namespace) -> str:
 
 
 def adopted(xp: Namespace, slopes: Any, device: Device | None) -> Any:
-    """Return floating numbers of NumPy as an array of the library ``xp``; anything else as it is."""
+    """Return slopes as an array of the library ``xp`` if they are a floating NumPy array, else unchanged."""
     if not is_numpy(slopes) or library_name(xp) == "numpy":
         return slopes
     if library_name(xp) == "torch" and sys.modules["torch"].compiler.is_compiling():
-        return xp.asarray(slopes.copy(), device=device)  # for torch.compile cannot trace NumPy's dtypes
+        return xp.asarray(slopes.copy(), device=device)  # torch.compile cannot trace the code below, NumPy's dtypes
     name = floating_name(slopes.dtype)
     if name is None:
         return slopes
     name = "float32" if name == "float64" and lacks_64_bits(xp) else name
-    with np.errstate(over="ignore"):  # what becomes infinite is refused
+    with np.errstate(over="ignore"):  # slopes that overflow to inf are refused later
+        # Through NumPy and float32 (or float64): every library can read these.
         values = np.array(slopes, np.float64 if name == "float64" else np.float32, order="C")
     return asarray(xp, values, getattr(xp, name), device)
 
@@ -165,7 +170,7 @@ def _is_jax(xp: Namespace) -> bool:
 
 
 def is_kind(xp: Namespace, dtype: DType, kind: str) -> bool:
-    """``xp.isdtype``, which is False too of what is no dtype or one outside the standard (JAX's random keys)."""
+    """``xp.isdtype``, but False for a non-dtype or a dtype outside the standard (JAX's random keys)."""
     try:
         return not _is_value(dtype) and bool(xp.isdtype(dtype, kind))
     except Exception:
@@ -173,24 +178,24 @@ def is_kind(xp: Namespace, dtype: DType, kind: str) -> bool:
 
 
 def _is_value(dtype: DType) -> bool:
-    """Whether a would-be dtype is an array, which PyTorch and string searches take for its dtype, or a number."""
+    """Whether ``dtype`` is really an array or a number: PyTorch and ``str`` would take an array for its dtype."""
     return isinstance(dtype, int) or (hasattr(dtype, "dtype") and not isinstance(dtype, type))
 
 
 def floating_name(dtype: DType) -> str | None:
-    """Return which of the four types a dtype of any library is (or the name of one); None if it is another."""
+    """Return the name in FLOATING of a dtype of any library (or of a dtype's name); None for other dtypes."""
     if _is_value(dtype):
         return None
-    # In this order the first name that fits is right, though bfloat16 has two.
+    # "bfloat16" contains "float16" too: FLOATING lists it first.
     shown = str(dtype)
     name = next((name for name in FLOATING if name in shown), None)
-    if name is None and isinstance(dtype, np.dtype):  # whose other byte order has no name in its string
+    if name is None and isinstance(dtype, np.dtype):  # str() of a byte-swapped dtype is ">f4", without a name
         name = next((name for name in FLOATING if name in dtype.name), None)
     return name
 
 
 def known_device(xp: Namespace, device: Device | None) -> Device | None:
-    """Return ``device``, having checked that the library has it."""
+    """Check that the library has ``device``, and return it."""
     if device is not None:
         placement = _placement(xp, device)
         try:
@@ -201,7 +206,7 @@ def known_device(xp: Namespace, device: Device | None) -> Device | None:
 
 
 def device_of(xp: Namespace, array: Any) -> Device | None:
-    """Return the device that new arrays need to combine with ``array``; None where the library sees to that itself."""
+    """Return the device for new arrays that are combined with ``array``; None where the library moves them itself."""
     # JAX moves uncommitted arrays by itself (and a traced array has no device); MLX has one memory for all.
     if _is_mlx(xp) or _is_jax(xp):
         return None
@@ -211,9 +216,9 @@ def device_of(xp: Namespace, array: Any) -> Device | None:
 
 
 def asarray(xp: Namespace, values: Any, dtype: DType, device: Device | None) -> Any:
-    """``xp.asarray`` that leaves the device out when there is none to state."""
+    """``xp.asarray``, without the argument ``device`` if it is None."""
     if library_name(xp) == "torch" and isinstance(values, (int, float)):
-        # A number travels to a GPU with the kernel that fills, where asarray would copy it and wait.
+        # full() passes the number to a GPU as a kernel argument; asarray would copy it and wait.
         return xp.full((), values, dtype=dtype, device=device)
     return xp.asarray(values, dtype=dtype, **_placement(xp, device))
 
@@ -230,12 +235,12 @@ def _placement(xp: Namespace, device: Device | None) -> dict[str, Device]:
 
 
 def astype(xp: Namespace, array: Any, dtype: DType) -> Any:
-    """``xp.astype``, without a copy where the dtype is right already."""
+    """``xp.astype``, without a copy if the array has the dtype already."""
     return array if array.dtype == dtype else xp.astype(array, dtype)
 
 
 def narrowed(xp: Namespace, array: Any, dtype: DType) -> Any:
-    """``astype`` of floats to a dtype that may be too small for them: they become infinite, without NumPy's warning."""
+    """``astype`` of floats to a narrower dtype; overflow gives inf, without NumPy's warning."""
     if library_name(xp) != "numpy":
         return astype(xp, array, dtype)
     with np.errstate(over="ignore"):
@@ -243,9 +248,9 @@ def narrowed(xp: Namespace, array: Any, dtype: DType) -> Any:
 
 
 def signed(xp: Namespace, integers: Any) -> Any:
-    """Return integers as int32, or as int64 where their type needs it and the library has one.
+    """Return integers as int32, or as int64 where their dtype needs it and the library has int64.
 
-    Equal ones stay equal, though those of an unsigned type of that size may turn negative.
+    Equal values stay equal, but large unsigned values may wrap to negative ones.
     """
     needs_int64 = str(integers.dtype).rpartition(".")[2] in ("int64", "uint32", "uint64")
     return astype(xp, integers, xp.int64 if needs_int64 and not lacks_64_bits(xp) else xp.int32)
@@ -254,12 +259,12 @@ def signed(xp: Namespace, integers: Any) -> Any:
 def running_sum(xp: Namespace, array: Any) -> Any:
     """Return the cumulative sum along the last axis."""
     if library_name(xp) == "torch":
-        return xp.cumsum(array, dim=-1)  # as array_api_compat does, but without its cache, which torch.compile warns of
+        return xp.cumsum(array, dim=-1)  # not array_api_compat's: torch.compile warns of its cache
     return xp.cumulative_sum(array, axis=-1)
 
 
 def running_max(xp: Namespace, array: Any) -> Any:
-    """Return the cumulative maximum along the last axis, which the standard has no function for."""
+    """Return the cumulative maximum along the last axis; the standard has no such function."""
     if library_name(xp) == "torch":
         return xp.cummax(array, dim=-1).values
     if _is_jax(xp):
@@ -270,56 +275,56 @@ def running_max(xp: Namespace, array: Any) -> Any:
 
 
 def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
-    """``xp.take_along_axis``, the other axes broadcast. All indices must be within the array."""
+    """``xp.take_along_axis`` that broadcasts the other axes. All indices must be within the array."""
     if library_name(xp) == "torch":
         return xp.take_along_dim(array, index.long(), dim=axis)
     if _is_jax(xp):
-        return xp.take_along_axis(array, index, axis=axis, mode="clip")  # without a test of each index
+        return xp.take_along_axis(array, index, axis=axis, mode="clip")  # the default mode tests each index
     return xp.take_along_axis(array, index, axis=axis)
 
 
 def at_most(xp: Namespace, array: Any, limit: Any) -> Any:
-    """Return the smaller of array and limit; the array's element where it cannot be compared."""
+    """Return the elementwise minimum of array and limit; a NaN in the array stays."""
     return array.clamp(max=limit) if _prefers_clamp(xp, array) else xp.where(array > limit, limit, array)
 
 
 def at_least(xp: Namespace, array: Any, limit: Any) -> Any:
-    """Return the larger of array and limit; the array's element where it cannot be compared."""
+    """Return the elementwise maximum of array and limit; a NaN in the array stays."""
     return array.clamp(min=limit) if _prefers_clamp(xp, array) else xp.where(array < limit, limit, array)
 
 
 def _prefers_clamp(xp: Namespace, array: Any) -> bool:
-    """Whether ``clamp`` must stand for a comparison and ``where``: for PyTorch's integers.
+    """Whether to use ``clamp`` instead of a comparison and ``where``: for PyTorch's integers.
 
-    For GPUs its compiler computes an operation's arguments anew at each use. ``where`` uses them twice: twenty such
-    steps in a row became a hundred thousand. (It traces no ``xp.clip``.)
+    torch.compile recomputes an operation's inputs at each use on GPUs. ``where`` uses its input twice, so twenty such
+    steps in a row grew to a hundred thousand operations. (torch.compile cannot trace ``xp.clip``.)
     """
     return library_name(xp) == "torch" and array.dtype in (xp.int32, xp.int64)
 
 
 def extended(xp: Namespace, array: Any, missing: int) -> Any:
-    """Return ``array`` with its last element ``missing`` more times along the last axis."""
+    """Return ``array`` padded along the last axis with ``missing`` copies of its last element."""
     length = array.shape[-1]
-    if library_name(xp) == "torch":  # whose compiler fuses reads by index with what reads them, but no concatenation
+    if library_name(xp) == "torch":  # torch.compile fuses a gather with its consumers, but not a concatenation
         return xp.take(array, arange(xp, length + missing, array.device).clamp(max=length - 1), axis=-1)
     return xp.concat([array, xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))], axis=-1)
 
 
 def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:
-    """Return an array in NumPy, having waited for it."""
-    if library_name(xp) == "array_api_strict":  # of whose devices NumPy reads one
+    """Return an array as NumPy's; this waits for its values."""
+    if library_name(xp) == "array_api_strict":  # NumPy reads its CPU_DEVICE only
         array = xp.asarray(array, device=xp.Device("CPU_DEVICE"))
     return np.asarray(array.detach().cpu() if library_name(xp) == "torch" else array)
 
 
 def times(xp: Namespace, array: Any, factor: float) -> Any:
     """``array * factor``, to the precision of ``array``."""
-    # MLX 0.29 rounds a Python number to float32, whatever it meets.
+    # MLX 0.29 rounds a Python number to float32, also beside a float64 array.
     return array * (asarray(xp, factor, array.dtype, None) if _is_mlx(xp) else factor)
 
 
 def boolean_hint(xp: Namespace) -> str:
-    """Return the code that makes booleans of a mask of ones and zeros."""
+    """Return the user's code for converting a mask of ones and zeros to booleans, for an error message."""
     hints = {
         "torch": "mask.bool()",
         "mlx.core": "mask.astype(mx.bool_)",
@@ -329,36 +334,37 @@ def boolean_hint(xp: Namespace) -> str:
 
 
 def constant_when_traced(function: Function) -> Function:
-    """Return a function that ``torch.compile`` calls while it traces, to take the result as a constant."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+    """Mark a function so that ``torch.compile`` calls it while tracing and takes the result as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # like torch.compiler.assume_constant_result
     return function
 
 
 def lacks_64_bits(xp: Namespace) -> bool:
-    """Whether ``xp`` names 64-bit types that it would quietly make 32-bit ones (JAX without ``jax_enable_x64``)."""
+    """Whether ``xp`` silently narrows 64-bit dtypes to 32 bits (JAX without ``jax_enable_x64``)."""
     return _is_jax(xp) and "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating")
 
 
 def computes_eagerly_without_gradients(xp: Namespace) -> bool:
-    """Whether each operation makes a full array at once and none is ever differentiated: NumPy."""
+    """Whether the library is NumPy: each operation allocates its result at once, and there are no gradients."""
     return library_name(xp) == "numpy"
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` traces, to which a comparison of sizes that may vary is a promise for all of them."""
+    """Whether ``torch.export`` traces: it turns a comparison of dynamic sizes into a guard on them."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_exporting())
 
 
 def host_values(array: Any) -> np.ndarray[Any, Any] | None:
-    """Return a small array's values as NumPy float64, or None if they cannot be had at once and for free.
+    """Return a small array's values as NumPy float64, or None if the host would have to wait for them.
 
-    None stands for: traced (``jax.jit``, ``torch.compile``, ``mx.compile``, ``vmap``), a Dask graph, or on an
-    accelerator, where reading would make the host wait. Argument checks that need values pass over such arrays. An MLX
-    array does not tell whether it is still to be computed: then it is computed here.
+    None is returned for an array that is traced (``jax.jit``, ``torch.compile``, ``mx.compile``, ``vmap``), a Dask
+    graph, or on an accelerator. Argument checks that need values skip such arrays. A lazy MLX array is computed here:
+    MLX does not tell whether it has been.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
+        # Reading would wait for an accelerator, and fail under a compiler.
         if torch.compiler.is_compiling() or array.device.type != "cpu" or array.is_complex():
             return None
         array = array.detach().double()
@@ -371,20 +377,22 @@ def host_values(array: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _is_lazy_or_far(array: Any) -> bool:
+    # Dask arrays are lazy; CuPy arrays are on a GPU.
     if array_api_compat.is_dask_array(array) or array_api_compat.is_cupy_array(array):
         return True
     if not array_api_compat.is_jax_array(array):
         return False
     try:
+        # devices() raises for a traced array.
         return any(device.platform != "cpu" for device in array.devices())
     except Exception:
         return True
 
 
 class MLXNamespace:
-    """``mlx.core``, with the functions of the standard that the core uses and MLX 0.29 lacks, or computes less exactly.
+    """``mlx.core`` plus the standard's functions that MLX 0.29 lacks or computes less exactly.
 
-    One definition serves all releases, so that tests with a new MLX also cover old ones.
+    All releases use the same definitions, so tests with a new MLX also cover old ones.
     """
 
     def __init__(self, core: Namespace) -> None:
@@ -395,7 +403,7 @@ class MLXNamespace:
         return getattr(self._core, name)
 
     def asarray(self, values: Any, *, dtype: DType | None = None) -> Any:
-        # By way of NumPy: MLX 0.29 rounds Python floats to float32, also on their way to float64.
+        # Through NumPy: MLX 0.29 rounds Python floats to float32, also for a float64 array.
         return self._core.array(np.asarray(values), dtype=dtype)
 
     def astype(self, array: Any, dtype: DType) -> Any:
@@ -413,7 +421,8 @@ class MLXNamespace:
     def matmul(self, one: Any, other: Any) -> Any:
         if one.size and other.size:
             return self._core.matmul(one, other)
-        # MLX on the CPU, up to 0.32 at least, frees memory that it still writes to where a product has no rows.
+        # MLX on the CPU (0.32 and before) writes to freed memory if a matrix product is empty.
+        # [*batch, rows, columns] of zeros
         batch = np.broadcast_shapes(one.shape[:-2], other.shape[:-2])
         return self._core.zeros((*batch, one.shape[-2], other.shape[-1]), dtype=one.dtype)
 
@@ -424,7 +433,7 @@ class MLXNamespace:
         return self._core.cumsum(array, axis=axis)
 
     def exp(self, array: Any) -> Any:
-        # MLX computes the exponential of float64 in float32, up to 0.32 at least; its power is exact.
+        # MLX (0.32 and before) computes exp of float64 in float32; its power is exact.
         if array.dtype != self._core.float64:
             return self._core.exp(array)
         return self._core.power(self.asarray(math.e, dtype=self._core.float64), array)

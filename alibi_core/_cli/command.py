@@ -1,4 +1,4 @@
-"""The entry point: arguments, exit statuses, and what is printed when something is wrong."""
+"""The entry point: arguments, exit statuses and error messages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import alibi_core
 from alibi_core._cli import kit, tables
 from alibi_core._cli.terminal import UnusableError
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 and the number of the signal, as shells have it
+INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 plus the number of the signal, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 if all is well, 1 if a check failed, 2 if it could not be made.
+    """Run the command and return its exit status: 0 for success, 1 if a check failed, 2 if it could not run.
 
     Args:
-        arguments: Of the command line; default, those of the process.
+        arguments: Arguments of the command line. Default: the arguments of the process.
     """
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # as with "| head -1". Python would write the rest when it ends, and complain.
+    except BrokenPipeError:  # as with "| head -1". Without dup2, Python flushes stdout at exit and prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         description="ALiBi, attention with linear biases: its numbers as tables, and tests of implementations.",
     )
     parser.add_argument("--version", action="version", version=alibi_core.__version__)
-    parser.set_defaults(refused=())  # errors, besides UnusableError, that are about what the user typed
+    parser.set_defaults(refused=())  # exceptions, besides UnusableError, that report a mistake of the user
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables.add_commands(commands)
     kit.add_commands(commands)

@@ -1,4 +1,4 @@
-"""What needs the conformance kit: ``alibi-core conformance`` and ``alibi-core golden``."""
+"""The commands of the conformance kit: ``alibi-core conformance`` and ``alibi-core golden``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands of this file to those of a parser."""
+    """Add the commands of this file to a parser."""
     check = commands.add_parser("conformance", help="hold implementations to the laws of ALiBi")
     check.add_argument(
         "--adapter",
@@ -50,7 +50,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Return a command that says what it needs where the kit cannot be imported, and reports the kit's errors."""
+    """Return the command with import errors of the kit, and its own errors, as UnusableError."""
 
     def with_kit(options: argparse.Namespace) -> int:
         try:
@@ -76,6 +76,7 @@ def _conformance(options: argparse.Namespace) -> int:
         raise UnusableError(message) from error
     from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, supervised
 
+    # Refuse unknown names before any adapter is loaded.
     unknown = set(options.law or ()) - {law.name for law in LAWS}
     if unknown:
         known = ", ".join(law.name for law in LAWS)
@@ -83,8 +84,9 @@ def _conformance(options: argparse.Namespace) -> int:
     if options.seed < 0 or not 0 < options.time_limit < 1e6:
         raise UnusableError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
     if options.json is not None:
-        Path(options.json).touch()  # to be refused before anything is checked
+        Path(options.json).touch()  # raises for an unwritable file before anything is checked
     registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
+    # Default: every registered backend, in float32.
     sources = options.adapter or [entry.value for entry in registered]
     dtypes = options.dtype or (["all"] if options.adapter else ["float32"])
     settings = Settings(
@@ -102,14 +104,15 @@ def _conformance(options: argparse.Namespace) -> int:
                 (missing if outcome.missing else outcomes).append(outcome)
     if outcomes:
         console = Console(width=None if sys.stdout.isatty() else 120)
-        with console.capture() as printed:  # written by print, for broken pipes end every command alike
+        with console.capture() as printed:  # print() writes it, so that main() handles a broken pipe
             console.print(_summary(outcomes))
             console.print("of budget: the largest error that passed, as a share of what rounding may cause")
             for outcome in outcomes:
                 if len(outcomes) == 1 or not outcome.passed:
                     console.print(_details(outcome, every_law=len(outcomes) == 1))
-        encoding = sys.stdout.encoding or "utf-8"  # which may lack an arrow
+        encoding = sys.stdout.encoding or "utf-8"  # some encodings lack the arrow
         print(printed.get().encode(encoding, "replace").decode(encoding), end="")
+    # A backend that is not installed is reported; a missing --adapter is an error, below.
     for outcome in () if options.adapter else missing:
         print(f"Not checked: {outcome.source} ({outcome.missing}).")
     _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})
@@ -126,7 +129,7 @@ def _conformance(options: argparse.Namespace) -> int:
 
 
 def _summary(outcomes: Sequence[Any]) -> Any:
-    """Return a table with a line for each adapter."""
+    """Return a table with one row for each adapter."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -150,7 +153,7 @@ def _summary(outcomes: Sequence[Any]) -> Any:
 
 
 def _details(outcome: Any, *, every_law: bool) -> Any:
-    """Return what an adapter does instead, then its laws: all, or those that it does not keep."""
+    """Return the diagnoses of an adapter, then a table of its laws: all laws, or only the broken ones."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

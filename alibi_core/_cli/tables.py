@@ -18,12 +18,12 @@ from alibi_core._models import Checkpoint
 from alibi_core._slopes import slope_values
 
 TYPICAL_RANGE = 16.0  # 2 * scale * |query| * |key| of normally distributed queries and keys of 64 features
-LENGTHS = (2_048, 8_192, 32_768)  # tokens, for a checkpoint
-REFUSED = (TypeError, ValueError, FileNotFoundError)  # the library's errors of arguments
+LENGTHS = (2_048, 8_192, 32_768)  # tokens; the columns for a checkpoint
+REFUSED = (TypeError, ValueError, FileNotFoundError)  # errors that the library raises for wrong arguments
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands of this file to those of a parser."""
+    """Add the commands of this file to a parser."""
     slopes = commands.add_parser("slopes", help="print slopes and horizons, a line a head")
     slopes.add_argument("num_heads", type=int, metavar="NUM_HEADS")
     slopes.set_defaults(run=_slopes, refused=REFUSED)
@@ -96,6 +96,7 @@ def _explain(options: argparse.Namespace) -> None:
         if options.tokens is not None:
             print(_looked_at(options.target, options.tokens), end="\n\n")
     horizons = [_horizons(side, score_range, options.tolerance, is_causal=is_causal) for side in sides]
+    # Equal slopes on both sides need one pair of columns.
     is_even = len(sides) == 1 or np.array_equal(*sides)
     columns = ["slope", "horizon"] if is_even else ["slope", "horizon", "slope ahead", "horizon"]
     rows, totals = [], [0.0] * len(lengths)
@@ -115,12 +116,12 @@ def _explain(options: argparse.Namespace) -> None:
 def _opened(directory: str) -> Checkpoint:
     try:
         return Checkpoint.open(directory)
-    except OSError as error:  # about the files; an error of printing is another
+    except OSError as error:  # caught here, where it is about files, and not in main, where it may be about printing
         raise UnusableError(str(error)) from None
 
 
 def _looked_at(directory: str, file: str) -> str:
-    """Return what the heads of a checkpoint look at in a text, by PyTorch."""
+    """Return the text of PyTorch's ``explain_model`` for a checkpoint and a file of token ids."""
     try:
         torch, alibi_torch = (importlib.import_module(name) for name in ("torch", "alibi_torch"))
     except ModuleNotFoundError as error:
@@ -130,7 +131,7 @@ def _looked_at(directory: str, file: str) -> str:
 
 
 def _sides(checkpoint: Checkpoint) -> list[Any]:
-    """Return the slopes for keys before the query and, unless it is causal, after it."""
+    """Return the slopes for keys before the query and, unless the model is causal, for keys after it."""
     config = checkpoint.config
     past = np.asarray(config.slopes, np.float32)
     if config.is_causal:
@@ -139,8 +140,9 @@ def _sides(checkpoint: Checkpoint) -> list[Any]:
 
 
 def _facts(checkpoint: Checkpoint, sides: list[Any]) -> dict[str, str]:
-    """Return what is said of a checkpoint above the table of its heads."""
+    """Return the lines above the table of a checkpoint, by title."""
     config, family, bias = checkpoint.config, checkpoint.family, checkpoint.family.bias
+    # Count each tensor once: fused tensors have several sources.
     sources = {source.tensor: source.shape for parts in checkpoint.sources.values() for source in parts}
     size = sum(math.prod(shape) for shape in sources.values())
     keys = "" if config.num_kv_heads in (None, config.num_heads) else f" ({config.num_kv_heads} for keys and values)"
@@ -152,7 +154,7 @@ def _facts(checkpoint: Checkpoint, sides: list[Any]) -> dict[str, str]:
     kind = "causal" if config.is_causal else "symmetric" if config.future_slopes is None else "asymmetric"
     slopes, canonical = sides[0], np.asarray(slope_values(config.num_heads), np.float32)
     is_stated = bias.scheme != "canonical" or np.array_equal(slopes, canonical)
-    scheme = bias.scheme if is_stated else "of its config"  # as where a Jais is stretched
+    scheme = bias.scheme if is_stated else "of its config"  # for example a Jais stretched to longer texts
     return {
         "family": f"{family.name}, {size:,} parameters in {checkpoint.dtype_name}",
         "layers": str(config.num_layers),
@@ -170,30 +172,33 @@ def _score_range(options: argparse.Namespace, default: float) -> float:
 
 def _horizons(slopes: Any, score_range: float, tolerance: float | None, *, is_causal: bool) -> list[float]:
     """Return the horizon of each head."""
-    with np.errstate(over="ignore"):  # what is too far for float32 is infinitely far
+    with np.errstate(over="ignore"):  # a horizon that overflows float32 becomes infinite
         found: list[float] = alibi_core.horizon(slopes, score_range, tolerance=tolerance, is_causal=is_causal).tolist()
     return found
 
 
 def _needed(length: int, horizons: Sequence[float], window: int | None) -> float:
-    """Return the share of the visible scores that a head needs, with one horizon a side: before, and after."""
+    """Return the share of the visible scores that a head needs; ``horizons`` are for keys before, then after."""
 
     def pairs(farthest: Sequence[int]) -> int:
-        """Return how many keys are within these distances of a query, summed over queries."""
+        """Return the number of query-key pairs within these distances, one distance a side."""
+        # Each query itself, and up to x keys a side, fewer at the end of the text.
         inside = [min(x, length - 1) for x in farthest]
         return length + sum(x * length - x * (x + 1) // 2 for x in inside)
 
     visible = [length if window is None else window] * len(horizons)
+    # Keys at distances below the horizon are needed: the last is at horizon - 1.
     needed = [y if math.isinf(x) else min(y, max(int(x) - 1, 0)) for x, y in zip(horizons, visible, strict=True)]
     return pairs(needed) / pairs(visible)
 
 
 def _shown(slope: Any, horizon: float) -> tuple[str, str]:
-    """Return slope and horizon as they are printed."""
+    """Return slope and horizon as text."""
     return str(np.float32(slope)), f"{horizon:,.0f}" if math.isfinite(horizon) else "all"
 
 
 def _what_a_horizon_is(score_range: float, tolerance: float | None) -> str:
+    """Return the explanation of the column ``horizon``."""
     tolerance = 2.0**-24 if tolerance is None else tolerance
     return (
         f"Horizon, in tokens: keys at that distance from a query and beyond hold at most {tolerance:.3g} of its\n"
@@ -203,7 +208,7 @@ def _what_a_horizon_is(score_range: float, tolerance: float | None) -> str:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print columns that are aligned to the right."""
+    """Print rows in right-aligned columns."""
     rows = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print("\n".join("  ".join(x.rjust(width) for x, width in zip(row, widths, strict=True)) for row in rows))

@@ -1,4 +1,4 @@
-"""What a command says on standard error: why it cannot run, and what takes time."""
+"""Output on standard error: why a command cannot run, and a note while it is busy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class UnusableError(Exception):
 
 @contextmanager
 def waiting(words: str) -> Iterator[None]:
-    """Say on standard error, where that is a terminal, what takes time, until it is done."""
+    """Show ``words`` on standard error inside this context, if it is a terminal."""
     line = f"{words} ..." if sys.stderr.isatty() else ""
     print(line, end="", file=sys.stderr, flush=True)
     try:

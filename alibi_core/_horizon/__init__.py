@@ -1,7 +1,7 @@
-"""How far a key can matter.
+"""The distance beyond which keys do not matter.
 
-In goes a call and what is measured of its queries and keys, norms above all. Out come the keys that each block of
-queries needs, as ranges, and the rectangles of scores, the jobs, in which a backend may compute them.
+Takes a call and measurements of its queries and keys, mainly norms. Returns the ranges of keys that each block of
+queries needs, and the rectangles of scores (jobs) that a backend may compute.
 """
 
 from alibi_core._horizon.explanation import Explanation as Explanation

@@ -1,4 +1,4 @@
-"""What a backend's ``explain`` says of a call."""
+"""The result of a backend's ``explain``: how a call would run, and which keys it needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TILING = Tiling(q_block=256, kv_block=128, part_elements=2**20, few=16, worthwhi
 
 
 class KeySpans(NamedTuple):
-    """Which keys each block of queries sees and needs, as the first and the one after the last: NumPy, in tokens.
+    """The keys that each block of queries sees and needs, as pairs (first, last + 1): NumPy, in tokens.
 
     Attributes:
         edges: ``[blocks + 1]``: the first query of each block, and the number of queries.
         kv_len: Number of keys.
-        visible: ``[batch, blocks, 2]``: what causality and the window leave.
-        needed: ``[batch, num_heads, blocks, 2]``: what can matter of it.
+        visible: ``[batch, blocks, 2]``: keys that causality and the window allow.
+        needed: ``[batch, num_heads, blocks, 2]``: keys that can matter.
     """
 
     edges: Any
@@ -41,21 +41,22 @@ class KeySpans(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of a backend's ``attention`` would do. Printed, it is a few lines of text.
+    """How a call of a backend's ``attention`` would run. ``print`` shows it as text.
 
     Attributes:
-        implementation: The one that would run.
-        refusals: Why others cannot run the call, by name.
+        implementation: Name of the implementation that would run.
+        refusals: The reasons why other implementations cannot run the call, by name.
         tolerance: The share of softmax weight that may be left out.
-        error_bound: How far that can move an element of the result, beside rounding: ``2 * tolerance * max|value|``.
-        horizons: ``[batch, num_heads]``, NumPy's float64, tokens: the distance from which on no query of the head needs
-            a key behind it. Infinite where one needs every key.
-        scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
-        scores_needed: Pairs of these that can matter. An implementation computes somewhat more, in whole tiles.
-        spans: Which keys blocks of queries see and need, as :class:`KeySpans`; None where there is nothing to compute.
+        error_bound: The most by which that moves an element of the result, beside rounding: ``2 * tolerance *
+            max|value|``.
+        horizons: ``[batch, num_heads]``, NumPy float64, in tokens: the distance from which on no query of the head
+            needs a key before it. Infinite if a query needs every key.
+        scores_visible: Number of query-key pairs that causality and the window allow, over batch entries and heads.
+        scores_needed: Number of these pairs that can matter. An implementation computes more, in full tiles.
+        spans: The keys that blocks of queries see and need, as :class:`KeySpans`; None if there is nothing to compute.
 
     Example:
-        What ``explain`` of a backend returns, here written down by hand, says so:
+        An explanation as a backend's ``explain`` returns it, here written by hand:
 
         >>> explained = Explanation("tiled", {}, 2.0**-24, 1.2e-7, np.asarray([[35.0, math.inf]]), 2000, 1100)
         >>> print(explained)
@@ -78,7 +79,7 @@ class Explanation:
 
     @classmethod
     def of_nothing(cls, call: AttentionCall) -> Explanation:
-        """Return that of a call without scores, which every implementation can run."""
+        """Return the explanation of a call without scores, which every implementation can run."""
         return cls("dense", {}, 0.0, 0.0, np.zeros((math.prod(call.batch), call.num_heads)), 0, 0)
 
     @classmethod
@@ -91,15 +92,15 @@ class Explanation:
         *,
         leaves_out: bool,
     ) -> Explanation:
-        """Measure query, key and value, ``[*batch, heads, length, head_dim]``, on the host, and plan as a call would.
+        """Return the explanation, from measuring query, key and value on the host and planning as the call would.
 
-        ``leaves_out`` says whether the implementation leaves out keys that weigh no more than the tolerance. In
-        ``refusals`` None stands for no refusal.
+        ``tensors`` are ``[*batch, heads, length, head_dim]``. ``leaves_out`` says whether the implementation leaves out
+        keys whose weight is within the tolerance. In ``refusals`` None stands for no refusal.
 
         Raises:
-            ValueError: If an array has no values to read, as traced ones.
+            ValueError: If an array has no values to read, for example because it is traced.
         """
-        if not call.is_toeplitz:  # no key is left out, and of positions of the caller's own all pairs count as visible
+        if not call.is_toeplitz:  # no key is left out; with explicit positions all pairs count as visible
             is_causal, leaves_out = call.is_causal and call.q_points is None, False
             call = replace(call, q_points=None, kv_points=None, law="linear", is_causal=is_causal)
         tolerance, flat = tolerance_of(call) if leaves_out else 0.0, call.with_one_batch_axis()
@@ -121,29 +122,32 @@ class Explanation:
             refusals={name: reason for name, reason in refusals.items() if reason is not None},
             tolerance=tolerance,
             error_bound=2 * tolerance * float(np.abs(value).max()) if tolerance else 0.0,
+            # [batch, num_heads]
             horizons=np.stack([_horizons(*each) for each in zip(entries, ranges, strict=True)]),
             scores_visible=int(pairs[0]),
             scores_needed=int(pairs[1]),
+            # [batch, blocks, 2] and [batch, num_heads, blocks, 2]
             spans=KeySpans(edges, host.kv_len, np.stack(visible), np.clip(needed, 0, host.kv_len)),
         )
 
     @property
     def share(self) -> float:
-        """Scores needed, as a part of those visible."""
+        """The share of the visible scores that is needed, 0 to 1."""
         return self.scores_needed / max(self.scores_visible, 1)
 
     def figure(self, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
         """Draw the keys that each block of queries needs, by head, with the horizons beside.
 
-        Needs matplotlib, of the ``plot`` extra. A notebook shows the figure, ``figure.savefig("keys.png")`` writes it.
+        Requires matplotlib, from the ``plot`` extra. A notebook shows the figure; ``figure.savefig("keys.png")`` writes
+        it.
 
         Args:
-            entry: Which batch entry, where there are several batch axes, counted over all of them.
-            heads: Which to draw. Default all, or of more than 8 the first, the last and 6 between.
+            entry: Index of the batch entry; with several batch axes, the index in the flattened batch.
+            heads: Indices of the heads to draw. Default: all of up to 8 heads, else the first, the last and 6 between.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed; the message says how to install it.
-            ValueError: If there is nothing to draw, or the batch entry or a head is not there.
+            ValueError: If there is nothing to draw, or the batch entry or a head does not exist.
         """
         from alibi_core import plot
 
@@ -168,18 +172,19 @@ def _read(call: AttentionCall, name: str, array: Any) -> np.ndarray[Any, Any]:
 
 
 def _pairs(entry: AttentionCall, ranges: KeyRanges) -> tuple[int, int]:
-    """Return how many pairs of a query and a key the heads of a batch entry see, and how many of these they need."""
+    """Return the numbers of visible and of needed query-key pairs of a batch entry, over its heads."""
     queries = np.arange(entry.q_len, dtype=np.int64)
     positions, block = queries + entry.q_offset, queries // ranges.q_block
     first, stop = visible_keys(entry, queries, queries)  # [q_len]
     lowest = np.maximum(ranges.first[:, block], positions - ranges.past[:, block] + 1)  # [num_heads, q_len]
     highest = np.minimum(ranges.stop[:, block], positions + ranges.future[:, block])
+    # The overlap of needed and visible keys, [num_heads, q_len].
     needed = (np.minimum(highest, stop) - np.maximum(lowest, first)).clip(0).sum()
     return entry.num_heads * int((stop - first).clip(0).sum()), int(needed)
 
 
 def _horizons(entry: AttentionCall, ranges: KeyRanges) -> Any:
-    """Return how far back the heads of a batch entry look, ``[num_heads]``."""
+    """Return the horizons of the heads of a batch entry, ``[num_heads]``, inf for a head that needs every key."""
     farthest = ranges.past.max(axis=1).astype(np.float64)
-    # No key is further back than the first is from the last query.
+    # The last query is q_offset + q_len - 1 tokens from the first key: a horizon beyond that covers every key.
     return np.where(farthest >= min(ENDLESS, entry.q_offset + entry.q_len), math.inf, farthest)

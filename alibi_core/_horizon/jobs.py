@@ -1,7 +1,7 @@
-"""Which rectangles of the score matrix to compute, and in how few kernel calls.
+"""The rectangles of the score matrix to compute, joined into few kernel calls.
 
-The plan (:func:`key_ranges`) says which keys are needed. This module turns its ranges, on the host,
-into calls of a kernel that computes a rectangle with a given bias: PyTorch's attention on the CPU, MLX's on any device.
+The plan (:func:`key_ranges`) says which keys are needed. This module turns its ranges, on the host, into calls of a
+kernel that computes a rectangle with a given bias: PyTorch's attention on the CPU, MLX's on any device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Ints = np.ndarray[Any, Any]
 class Job:
     """One kernel call: rectangles of ``rows`` queries and ``kv_len`` keys, all with the same bias.
 
-    ``tiles`` of them follow one another in the sequence, ``rows`` apart, queries and keys alike; or there is one for
-    each of several batch entries. In either case for each of ``heads``, which share their keys or are ungrouped.
+    There are either ``tiles`` rectangles in one batch entry, each ``rows`` queries and ``rows`` keys after the one
+    before, or one rectangle in each of several batch entries. Each is computed for all ``heads``: heads of one group,
+    which share their keys, or heads of a call without groups.
     """
 
     batch: slice
@@ -43,37 +44,42 @@ class Job:
 
     @property
     def queries(self) -> slice:
-        """Of the first tile."""
+        """The queries of the first tile."""
         return slice(self.q_start, self.q_start + self.rows)
 
     @property
     def keys(self) -> slice:
-        """Of the first tile."""
+        """The keys of the first tile."""
         return slice(self.kv_start, self.kv_start + self.kv_len)
 
 
 def entry_of(call: AttentionCall, index: int) -> AttentionCall:
-    """Return the part of a call that concerns one batch entry, its offset as an int."""
+    """Return the call restricted to one batch entry, with an int offset."""
     whole = slice(0, call.num_heads), slice(0, call.q_len), slice(0, call.kv_len)
     entry = call.tile(batch=slice(index, index + 1), heads=whole[0], queries=whole[1], keys=whole[2])
     return replace(entry, q_offset=int(entry.q_offset.reshape(-1)[0] if call.has_offset_array else entry.q_offset))
 
 
 def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
-    """Yield jobs for all batch entries and heads at once, their keys whole but for what masks by position hide.
+    """Yield jobs without a plan: several batch entries and heads a job, all keys that direction and window allow.
 
-    Shapes alone decide: nothing is read of any array. Of an offset that is an array, all keys may be needed.
+    Shapes alone decide: no array is read. If the offset is an array, each job gets all keys.
     """
     group = call.num_heads // call.num_kv_heads
+    # A kernel call takes all heads, or the heads of one group, which share keys.
     at_once = call.num_heads if group == 1 else group
+    # Above 1 if masks, ids or slopes differ between batch entries: then entries cannot all share one bias.
     varies = max(1 if x is None else x.shape[0] for x in (call.mask, call.q_segment_ids, call.kv_segment_ids))
     for slopes in (call.slopes, call.future_slopes):
         varies = max(varies, 1 if slopes is None or slopes.ndim == 1 else slopes.shape[0])
     rows = min(tiling.rows[1], call.q_len)
+    # Halve tiles until the bias of one head is small enough.
     while rows > tiling.few and rows * call.kv_len > tiling.bias_elements:
         rows = -(-rows // 2)
     limit = max(1, tiling.bias_elements // (rows * call.kv_len))
+    # The most heads whose biases fit, as a divisor, so that no job is smaller.
     heads = max(n for n in range(1, min(at_once, limit) + 1) if at_once % n == 0)
+    # Batch entries that share one bias cost no more memory.
     entries = max(1, call.batch[0] if varies == 1 else limit // heads)
     for index, head in itertools.product(range(0, call.batch[0], entries), range(0, call.num_heads, heads)):
         batch = slice(index, min(index + entries, call.batch[0]))
@@ -81,17 +87,18 @@ def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
             count = min(rows, call.q_len - q_start)
             first, stop = map(int, visible_keys(call, q_start, q_start + count - 1))
             if first >= stop:
-                first, stop = 0, 1  # rows that see nothing become zeros all the same
+                first, stop = 0, 1  # one key for fully masked rows, whose result becomes zeros
             yield Job(batch, slice(head, head + heads), q_start, count, 1, first, stop - first)
 
 
 def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, Any]:
-    """Return which keys direction and window let queries ``lowest`` to ``highest`` see: the first, and the last + 1.
+    """Return the keys that direction and window let queries ``lowest`` to ``highest`` see: the first, the last + 1.
 
-    Queries are counted from 0: ints, or arrays of NumPy. All keys may be seen where the offset is an array.
+    Query indices count from 0: ints, or NumPy arrays. If the offset is an array, the result is all keys.
     """
     if call.has_offset_array:
         return 0, call.kv_len
+    # 2**40: more than any distance.
     window = 2**40 if call.window_size is None else call.window_size
     first = np.maximum(lowest + call.q_offset - window, 0)
     stop = np.minimum(highest + call.q_offset + (1 if call.is_causal else window + 1), call.kv_len)
@@ -99,12 +106,12 @@ def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, A
 
 
 def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, tiling: Tiling) -> Iterator[Job]:
-    """Yield the jobs of one batch entry, inside the ranges of keys that it needs.
+    """Yield the jobs of one batch entry, for the keys in the ranges that it needs.
 
     Args:
-        call: From :func:`entry_of`. Its mask and segment ids are read on the host.
-        ranges: The plan of it, as NumPy arrays ``[num_heads, q_blocks]``.
-        index: Which entry it is.
+        call: The call of the entry, from :func:`entry_of`. Its mask and segment ids are read on the host.
+        ranges: Its plan, as NumPy arrays ``[num_heads, q_blocks]``.
+        index: Index of the batch entry.
         tiling: The sizes of tiles.
     """
     if call.q_len <= tiling.few:
@@ -115,11 +122,12 @@ def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, tiling: Ti
 
 
 def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
-    """Return one job a head of one batch entry: with so few queries, what is not attention takes the time."""
+    """Return one job for each head of one batch entry: with few queries, calls cost more time than scores."""
     first, stop, past, future = (getattr(ranges, name).astype(np.int64) for name in FIELDS)
+    # [num_heads]: the union over all blocks of queries
     widest = first.min(axis=1), stop.max(axis=1), past.max(axis=1), future.max(axis=1)
     first, stop = _needed(widest, call.q_offset, call.q_len)
-    # About the same widths become the same, so that one call serves several heads.
+    # Round widths up to powers of sqrt(2), so that heads with similar widths share one call.
     widths = np.exp2(np.ceil(np.log2(np.maximum(stop - first, 16)) * 2) / 2).astype(np.int64)
     first = np.maximum(stop - widths, 0)
     batch = slice(index, index + 1)
@@ -130,14 +138,14 @@ def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[J
 
 
 def _needed(of_block: tuple[Ints, ...], lowest: Any, counts: Any) -> tuple[Ints, Ints]:
-    """Return the first key, and the one after the last, that ``counts`` queries from position ``lowest`` on need.
+    """Return the first and the last + 1 key that ``counts`` queries from position ``lowest`` on need.
 
-    Queries that see nothing are given the first key: their rows become zeros all the same.
+    Fully masked queries get one key, the first: their result becomes zeros.
 
     Args:
-        of_block: The ``FIELDS`` of the blocks that the queries are in.
+        of_block: The ``FIELDS`` of the blocks of these queries.
         lowest: Position of the first query.
-        counts: How many follow one another.
+        counts: Number of consecutive queries.
     """
     first, stop, past, future = of_block
     first, stop = np.maximum(first, lowest - past + 1), np.minimum(stop, lowest + counts - 1 + future)
@@ -148,10 +156,11 @@ def _needed(of_block: tuple[Ints, ...], lowest: Any, counts: Any) -> tuple[Ints,
 def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, tiling: Tiling) -> list[Job]:
     """Return the jobs of one head of one batch entry.
 
-    Adjacent tiles share one kernel call with the widest key range that any of them needs.
-    Another joins where that costs less than a call of its own, and where the keys exist.
+    Adjacent tiles share one kernel call with the widest key range that any of them needs. A tile joins the call if the
+    extra scores cost less than another call, and if the wider ranges lie inside the sequence.
     """
     fields = [getattr(ranges, name)[head].astype(np.int64) for name in FIELDS]
+    # The median width of ranges, without the width of the block itself.
     rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), tiling)
     starts = np.arange(0, call.q_len, rows)
     counts = np.minimum(rows, call.q_len - starts)
@@ -159,15 +168,17 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
     first, stop = _needed(tuple(x[block] for x in fields), starts + call.q_offset, counts)
     alike = (_depends_on_distance_alone(call, starts, counts, first, stop) & (counts == rows)).tolist()
     lowest = (starts + call.q_offset).tolist()
+    # Keys before and after the tile's first position.
     backs, aheads = (starts + call.q_offset - first).tolist(), (stop - starts - call.q_offset).tolist()
-    may_widen = call.mask is None and call.q_segment_ids is None  # else distance alone does not tell further keys
+    may_widen = call.mask is None and call.q_segment_ids is None  # otherwise further keys need their own mask
     result, tile = [], 0
     while tile < len(lowest):
         back, ahead, last = backs[tile], aheads[tile], tile + 1
         while alike[tile] and last < len(lowest) and alike[last]:
             needs = backs[last], aheads[last]
             wider = max(back, needs[0]), max(ahead, needs[1])
-            if wider != needs or wider != (back, ahead):
+            if wider != needs or wider != (back, ahead):  # a range must widen: weigh extra scores against a call
+                # Extra keys, summed over the tiles of the call.
                 extra = (last - tile + 1) * sum(wider) - (last - tile) * (back + ahead) - sum(needs)
                 exist = wider[0] <= lowest[tile] and lowest[last] + wider[1] <= call.kv_len
                 if not (may_widen and exist and extra * rows <= tiling.call_scores):
@@ -182,9 +193,9 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
 
 
 def _rows(call: AttentionCall, width: int, tiling: Tiling) -> int:
-    """Return how many queries a tile is to have where each needs ``width`` keys.
+    """Return the number of queries in a tile if each query needs ``width`` keys.
 
-    More make better use of the kernel, fewer waste less: a tile computes ``rows`` keys more than each query needs.
+    Larger tiles use the kernel better, smaller tiles waste less: each query of a tile computes ``rows`` extra scores.
     """
     rows = tiling.rows[0]
     while rows < tiling.rows[1] and 4 * rows < width:
@@ -195,28 +206,31 @@ def _rows(call: AttentionCall, width: int, tiling: Tiling) -> int:
 
 
 def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:
-    """Return for which tiles the bias depends on nothing but how far queries and keys are apart."""
+    """Return for each tile whether its bias is Toeplitz: no mask or segment boundary inside, and all keys exist."""
     lowest = starts + call.q_offset
     result: Ints = (lowest >= 0) & (lowest + counts <= call.kv_len)
     if call.q_segment_ids is not None and call.kv_segment_ids is not None:
         q_ids, kv_ids = (np.asarray(ids[0]) for ids in (call.q_segment_ids, call.kv_segment_ids))
-        # A run of equal ids, without a change in between, on both sides.
+        # All ids in the tile are equal: number the runs of equal ids, and compare the first and the last element.
         q_changes, kv_changes = (np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])]) for ids in (q_ids, kv_ids))
+        # Queries of one run, keys of one run, and the same id.
         result &= q_changes[starts] == q_changes[starts + counts - 1]
         result &= kv_changes[first] == kv_changes[stop - 1]
         result &= q_ids[starts] == kv_ids[first]
     if call.mask is not None:
+        # A mask that differs by query is never Toeplitz.
         if call.mask.shape[-2] > 1:
             return np.zeros_like(result)
-        shown: Ints = np.all(np.asarray(call.mask[0]), axis=0)[0]  # to all heads, [kv_len or 1]
+        shown: Ints = np.all(np.asarray(call.mask[0]), axis=0)[0]  # [kv_len or 1], True where visible to all heads
         shown = np.broadcast_to(shown, (call.kv_len,))
+        # hidden[n]: masked keys among the first n; equal at both ends of a range without any.
         hidden = np.concatenate([[0], np.cumsum(~shown)])
         result &= hidden[stop] == hidden[first]
     return result
 
 
 def _shared(by_head: list[list[Job]], group: int, bias_elements: int) -> Iterator[Job]:
-    """Yield jobs, those of neighbouring heads that differ in nothing else as one."""
+    """Yield jobs; jobs of adjacent heads that are otherwise equal become one."""
     waiting: dict[tuple[int, ...], Job] = {}
     for job in (job for of_head in by_head for job in of_head):
         shape = (job.q_start, job.rows, job.tiles, job.kv_start, job.kv_len)
@@ -231,6 +245,7 @@ def _shared(by_head: list[list[Job]], group: int, bias_elements: int) -> Iterato
 
 
 def _may_share(one: Job, other: Job, group: int, bias_elements: int) -> bool:
+    """Whether two jobs have adjacent heads that share keys (or no groups), and a bias that is small enough."""
     heads = slice(one.heads.start, other.heads.stop)
     return (
         one.heads.stop == other.heads.start

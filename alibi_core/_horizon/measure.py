@@ -1,7 +1,7 @@
-"""What is measured of queries and keys, for horizons to follow from it.
+"""Measurements of queries and keys that horizons are computed from.
 
-Arrays are of any library, and stay on their device. A backend that reads them, to plan on the host, does so in between:
-:func:`measure` takes tensors, :meth:`Measured.bounds` takes what came of them, in the namespace of the call.
+Arrays belong to any library and stay on their device. :func:`measure` takes tensors; :meth:`Measured.bounds` takes the
+results, in the namespace of the call. A backend that plans on the host copies the results between the two.
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ from alibi_core._horizon.tiling import Tiling
 
 @dataclass(frozen=True)
 class KeyNorms:
-    """Bounds of the norms of keys that somebody already knows: ``[batch or 1, num_kv_heads or 1, blocks]``, float."""
+    """Known bounds of the norms of keys, so that keys need not be measured."""
 
-    values: Any
-    block: int  # keys that each column bounds
+    values: Any  # [batch or 1, num_kv_heads or 1, blocks], floating
+    block: int  # keys in a block
 
     def of_entries(self, batch: slice) -> KeyNorms:
-        """Return what is known of these batch entries."""
+        """Return the bounds of these batch entries."""
         return self if self.values.shape[0] == 1 else replace(self, values=self.values[batch])
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What :func:`measure` finds."""
+    """The results of :func:`measure`."""
 
-    q_block: int  # queries that are to have one bound
-    kv_block: int  # keys that have one
-    q_norms: Any  # [batch, num_heads, q_len]: bounds of norms, times the size of the scale
-    own_scores: Any  # [batch, num_heads, q_len]: scaled scores with the key at the query's own position
+    q_block: int  # queries that share one bound
+    kv_block: int  # keys that share one bound
+    q_norms: Any  # [batch, num_heads, q_len]: bounds of norms, times abs(scale)
+    own_scores: Any  # [batch, num_heads, q_len]: scaled scores of the key at the query's own position
     key_norms: Any  # [batch or 1, num_kv_heads or 1, kv_blocks]: bounds of norms of centred keys
-    centre: Any | None  # [batch, num_kv_heads, 1, head_dim]: what was subtracted from all keys
-    lower: Any | None  # [batch, num_heads, q_len]: lower bounds of log-sum-exps, of scores with centred keys
+    centre: Any | None  # [batch, num_kv_heads, 1, head_dim]: the mean, subtracted from all keys; None if not centred
+    lower: Any | None  # [batch, num_heads, q_len]: lower bounds of log-sum-exps of scores with centred keys
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays that there are, by name."""
+        """The fields that are arrays, by name; fields that are None are left out."""
         names = ("q_norms", "own_scores", "key_norms", "centre", "lower")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def bounds(self, call: AttentionCall, nearest: Any) -> ScoreBounds:
-        """Return the score bounds that follow.
+        """Return the score bounds of these measurements.
 
         Args:
-            call: Whose queries and keys they are.
-            nearest: From :func:`nearest_keys`.
+            call: The call whose queries and keys were measured.
+            nearest: Distances of nearest keys, from :func:`nearest_keys`.
         """
         heads = (*self.key_norms.shape[:-2], call.num_kv_heads, self.key_norms.shape[-1])
         return ScoreBounds.of_tokens(
@@ -91,22 +91,25 @@ class Measured:
 
 
 def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: KeyNorms | None = None) -> Measured:
-    """Measure queries and keys.
+    """Measure the norms of queries and keys, and each query's score with the key at its own position.
 
     Args:
-        call: With one batch axis. Its arrays may be of another namespace than the tensors, if its offset is an int.
+        call: The call, with one batch axis. Its arrays may belong to another namespace than the tensors if its offset
+            is an int.
         query: ``[batch, num_heads, q_len, head_dim]``.
         key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        tiling: How finely.
-        known: Bounds of the norms of keys, which are not measured then.
+        tiling: Sizes of blocks and of parts processed at a time.
+        known: Bounds of the norms of keys; if given, keys are not measured.
     """
     xp, dtype, centre = namespace_of(query), _statistics(query), None
     if known is None:
         kv_block = tiling.kv_block_of(call.kv_len)
         parts = list(parts_of(call.kv_len, call.num_kv_heads * call.head_dim, tiling.part_elements))
         if call.q_len > tiling.few:
-            # Softmax does not notice a vector taken from every key; without their mean they are smaller.
+            # Center keys on their mean: softmax is invariant to it, and norms become smaller. Sum in parts if keys
+            # must be cast, to avoid a full copy.
             cast = parts if key.dtype != dtype else [slice(0, call.kv_len)]
+            # [batch, num_kv_heads, 1, head_dim]
             sums = [xp.sum(astype(xp, key[:, :, part], dtype), axis=-2, keepdims=True) for part in cast]
             centre = sum(sums[1:], sums[0]) / call.kv_len
         norms = [tiling.norm_bounds(_centred(xp, key[:, :, part], centre)) for part in parts]
@@ -117,7 +120,9 @@ def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: Ke
     for part in parts_of(call.q_len, call.num_heads * call.head_dim, tiling.part_elements):
         queries = astype(xp, query[:, :, part], dtype)
         q_norms.append(tiling.norm_bounds(queries))
+        # [batch, num_kv_heads, part, head_dim]
         own = _centred(xp, _own_keys(xp, call, key, part), centre)
+        # [batch, num_kv_heads, group, part, head_dim]
         grouped = xp.reshape(queries, (queries.shape[0], call.num_kv_heads, -1, *queries.shape[2:]))
         scores = xp.sum(grouped * astype(xp, own, dtype)[:, :, None], axis=-1)
         own_scores.append(xp.reshape(scores, queries.shape[:3]))
@@ -133,20 +138,21 @@ def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: Ke
 
 
 def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, tiling: Tiling) -> Any | None:
-    """Return lower bounds of log-sum-exps, ``[1, num_heads, q_len]``, each from the mean of the keys some way back.
+    """Return lower bounds of log-sum-exps, ``[1, num_heads, q_len]``, each from the mean of a block of earlier keys.
 
     Args:
-        call: Of one batch entry, its offset an int, its slopes on the host or to be read from where they are.
+        call: The call of one batch entry, with an int offset. Its slopes are read on the host.
         query: ``[1, num_heads, q_len, head_dim]``.
         key: ``[1, num_kv_heads, kv_len, head_dim]``.
-        centre: As in :class:`Measured`.
-        tiling: As for :func:`measure`.
+        centre: As in :class:`Measured`: the vector subtracted from all keys.
+        tiling: As in :func:`measure`: sizes of blocks and parts.
 
     Returns:
-        None where that would not shorten horizons, or the keys back there are not known to be visible.
+        The bounds; None where they would not shorten horizons, or the earlier keys may be masked.
     """
     if tiling.worthwhile is None or call.mask is not None or call.q_segment_ids is not None or call.q_len <= tiling.few:
         return None
+    # Read on the host: branches below depend on each slope.
     slopes = call.xp.broadcast_to(call.slopes, (1, call.num_heads))[0].tolist()
     if call.q_offset < 0 or call.q_offset + call.q_len > call.kv_len or min(slopes) < 0:
         return None
@@ -156,8 +162,9 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
     for head, slope in enumerate(slopes):
         # More keys add log(count) but lie farther away; 0.7 / slope is near the best.
         count = 2 ** round(math.log2(min(max(0.7 / max(slope, 1e-6), 1), 512)))
+        # A query is up to 2 * count - 1 tokens after the first key of the block before its own.
         visible = call.window_size is None or 2 * count <= call.window_size
-        # Of steep heads it would shorten little, of those that reach farther than the sequence nothing.
+        # Skip heads with steep slopes, whose horizons are short anyway, and heads whose horizon exceeds the sequence.
         if count < 16 or slope * call.kv_len < tiling.worthwhile or not visible:
             found.append(nothing)
             continue
@@ -178,30 +185,34 @@ def _bound_by_means(
     count: int,
     tiling: Tiling,
 ) -> Any:
-    """Return one head's bounds, each from the ``count`` keys that end where the query's block of as many begins.
+    """Return one head's bounds: queries are cut into blocks of ``count``, each bounded by the ``count`` keys before it.
 
-    ``query`` and ``key`` are ``[length, head_dim]``, ``centre`` is ``[1, head_dim]``; ``nothing``, ``[q_len]``, are the
-    bounds of queries about which nothing is known.
+    ``query`` and ``key`` are ``[length, head_dim]``, ``centre`` is ``[1, head_dim]``; ``nothing``, ``[q_len]`` of -inf,
+    holds the bounds of queries without a preceding block of keys.
     """
     xp, dtype = namespace_of(query), nothing.dtype
-    before, shift = divmod(call.q_offset, count)  # blocks of keys that end at or before the first query
-    skipped = min(count, call.q_len) if before == 0 else 0  # queries without such a block
+    before, shift = divmod(call.q_offset, count)  # before: full blocks of keys that precede the first query
+    skipped = min(count, call.q_len) if before == 0 else 0  # queries without a preceding block of keys
     found = [nothing[:skipped]]
-    for part in parts_of(-(-(call.q_len - skipped) // count), count * call.head_dim, tiling.part_elements):  # of blocks
+    # Each part is a slice of query blocks.
+    for part in parts_of(-(-(call.q_len - skipped) // count), count * call.head_dim, tiling.part_elements):
         blocks, start = part.stop - part.start, skipped + part.start * count
         queries = astype(xp, query[start : start + blocks * count], dtype)
         length = queries.shape[0]
-        if length < blocks * count:
+        if length < blocks * count:  # pad the last block with copies of the last query
             filling = xp.broadcast_to(queries[-1:], (blocks * count - length, call.head_dim))
             queries = xp.concat([queries, filling], axis=0)
         first = shift + (start // count + before - 1) * count
         keys = xp.reshape(astype(xp, key[first : first + blocks * count], dtype), (blocks, count, -1))
+        # [blocks, head_dim]
         means = _centred(xp, xp.sum(keys, axis=1) / count, centre)
+        # [blocks, count, head_dim] @ [blocks, head_dim, 1]: the mean score is the score of the mean key.
         scores = xp.matmul(xp.reshape(queries, (blocks, count, -1)), means[..., None])
+        # Mean distance from a query to the keys of the block before its own.
         distance = astype(xp, arange(xp, length, device_of(xp, query)) % count, dtype) + (count + 1) / 2
         found.append(log_sum_exp_of_mean(slope, xp.reshape(scores, (-1,))[:length] * call.scale, distance, count))
     bounds = _joined(xp, found)
-    # A sum of large keys may have overflowed, which would bound by infinity.
+    # A sum of large keys may overflow to inf, which is no lower bound: use -inf.
     return xp.where(bounds < math.inf, bounds, nothing)
 
 
@@ -210,20 +221,23 @@ def host_ranges(
 ) -> KeyRanges:
     """Return the plan of one batch entry, as NumPy arrays ``[num_heads, q_blocks]``.
 
-    The arguments are those of :func:`measure`. It is made for groups of heads: the plan of all could take more memory
-    than the attention itself.
+    The arguments are those of :func:`measure`. Heads are planned in groups: the plan of all heads at once could take
+    more memory than the attention itself.
     """
     q_block, parts = tiling.q_block_of(call.q_len), []
-    with np.errstate(all="ignore"):  # sums of large numbers are infinite, and all keys are needed
+    with np.errstate(all="ignore"):  # sums of large numbers overflow to inf; then all keys are needed
+        # Masks alone decide, so nothing is measured.
         if tolerance == 0:
             bounds = ScoreBounds.unmeasured(call, q_block=q_block, kv_block=call.kv_len)
         else:
             measured = measure(call, query, key, tiling, known)
+            # The call is on the host: copy the measurements there, too.
             if is_numpy(call.slopes):
                 xp = namespace_of(query)
                 read: dict[str, Any] = {name: on_host(xp, x) for name, x in measured.arrays.items()}
                 measured = replace(measured, **read)
             bounds = measured.bounds(call, nearest_keys(call, tiling.part_elements))
+        # Elements a head in key_ranges: q_blocks * kv_blocks.
         width = bounds.excess.shape[-1] * bounds.key_norm.shape[-1]
         for heads in parts_of(call.num_heads, width, tiling.part_elements):
             part = call.tile(batch=slice(0, 1), heads=heads, queries=slice(0, call.q_len), keys=slice(0, call.kv_len))
@@ -233,30 +247,33 @@ def host_ranges(
 
 
 def by_query_head(call: AttentionCall, of_keys: Any) -> Any:
-    """Return ``[..., num_kv_heads, n]`` as ``[..., num_heads, n]``: for each head what it reads."""
+    """Return ``[..., num_kv_heads, n]`` as ``[..., num_heads, n]``: each query head gets its key head's row."""
     if call.num_heads == call.num_kv_heads:
         return of_keys
+    # [*batch, num_kv_heads, 1, n] -> [*batch, num_kv_heads, group, n] -> [*batch, num_heads, n]
     *batch, heads, length = of_keys.shape
     repeated = call.xp.broadcast_to(of_keys[..., None, :], (*batch, heads, call.num_heads // heads, length))
     return call.xp.reshape(repeated, (*batch, call.num_heads, length))
 
 
 def _own_keys(xp: Namespace, call: AttentionCall, key: Any, queries: slice) -> Any:
-    """Return the key at the position of each of these queries; anything where there is none."""
+    """Return the key at the position of each of these queries; the nearest key if there is none."""
     if not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len:
         return key[:, :, call.q_offset + queries.start : call.q_offset + queries.stop]
     offset = call.q_offset[..., None] if call.has_offset_array else call.q_offset
     positions = arange(xp, queries.stop - queries.start, device_of(xp, key)) + (offset + queries.start)
+    # Indices must be valid, also for queries without a key at their position.
     positions = at_most(xp, at_least(xp, positions, 0), call.kv_len - 1)
     return along_axis(xp, key, xp.reshape(positions, (-1, 1, queries.stop - queries.start, 1)), -2)
 
 
 def _centred(xp: Namespace, keys: Any, centre: Any | None) -> Any:
+    """Return keys minus ``centre``, in its dtype; unchanged if it is None."""
     return keys if centre is None else astype(xp, keys, centre.dtype) - centre
 
 
 def _joined(xp: Namespace, parts: list[Any]) -> Any:
-    """Return arrays as one, along the last axis."""
+    """Return arrays concatenated along the last axis."""
     return parts[0] if len(parts) == 1 else xp.concat(parts, axis=-1)
 
 

@@ -1,10 +1,10 @@
-"""The horizon: how far back a key can still matter, proved from the sizes of queries and keys.
+"""The horizon: the distance beyond which keys do not matter, proved from the norms of queries and keys.
 
 Softmax weighs a key by ``exp(score - slope * distance)``. A score is at most ``scale * |query| * |key|`` and the bias
-falls without bound, so past some distance all keys together weigh less than any given share of the total. Leaving out
-a share ``t`` of the weight moves the result by at most ``2 * t * max|value|``.
+falls without bound, so beyond a finite distance all keys together weigh less than a given share of the total. Leaving
+out a share ``t`` of the weight moves the result by at most ``2 * t * max|value|``.
 
-Nothing here assumes anything of the data: a key of huge norm, wherever it is, widens the horizons that it must.
+The bounds hold for any data: a key with a huge norm, wherever it is, lengthens the horizons that depend on it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from alibi_core._arrays import (
 from alibi_core._bias import slopes_of_any_sign, with_head_axis
 from alibi_core._call import AttentionCall
 
-# Of the dtypes of queries and keys: the unit roundoff, below which a change is lost in the result's own rounding.
+# By dtype of queries and keys, the unit roundoff: smaller changes are lost in the rounding of the result.
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
-FIELDS = ("first", "stop", "past", "future")  # of KeyRanges
+FIELDS = ("first", "stop", "past", "future")  # the array fields of KeyRanges
 
 LARGEST_TOLERANCE = 0.5  # above 0.5 the key that the bound refers to could itself be dropped
 ENDLESS = 2**30  # tokens; larger distances are clipped to this, so that position + distance fits int32
 
 
 def tolerance_of(call: AttentionCall) -> float:
-    """Return the share of softmax weight that may be left out: what was asked for, or the dtype's rounding error."""
+    """Return the share of softmax weight that may be left out: ``call.tolerance``, or the dtype's unit roundoff."""
     if call.tolerance is not None:
         return call.tolerance
     return UNIT_ROUNDOFF[str(floating_name(call.dtype))]
@@ -51,30 +51,30 @@ def tolerance_of(call: AttentionCall) -> float:
 def horizon(
     slopes: int | Array, score_range: float | Array, *, tolerance: float | None = None, is_causal: bool = True
 ) -> Any:
-    """Return the distance from which on keys weigh no more than ``tolerance``, all together: tokens a head.
+    """Return the distance from which on all keys together weigh at most ``tolerance``, in tokens, one a head.
 
-    ``(score_range + ln(1 / (tolerance * (1 - exp(-slope))))) / slope``, rounded up; ``+ ln 2`` where keys lie on both
-    sides. At slope 1, a range of 0 and a tolerance of 1 %::
+    ``(score_range + ln(1 / (tolerance * (1 - exp(-slope))))) / slope``, rounded up; ``+ ln 2`` in the numerator where
+    keys lie on both sides. At slope 1, a range of 0 and a tolerance of 1 %::
 
         distance             0      1      2      3      4      5   | 6      7  ...
         share of the weight  .632   .233   .086   .031   .012   .004| .0016  .0006   together .0025 <= .01
 
     Args:
         slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
-        score_range: By how much the scaled score of any key may exceed that of the key at the query's own position:
-            a number, or an array that broadcasts against ``slopes``. With norms alone it is ``2 * scale * |query| *
-            max|key|``.
-        tolerance: The share of the softmax weight that may be left out. Default ``2**-24``, the rounding error of
+        score_range: The most by which the scaled score of a key may exceed the score of the key at the query's own
+            position: a number, or an array that broadcasts against ``slopes``. From norms alone it is ``2 * scale *
+            |query| * max|key|``.
+        tolerance: The share of the softmax weight that may be left out. Default ``2**-24``, the unit roundoff of
             float32. With 0 every horizon is infinite.
         is_causal: Whether keys lie on one side of the query only.
 
     Returns:
-        Array of the shape of ``slopes`` (and ``score_range``), of whole numbers in the dtype of ``slopes``; infinite
-        where a slope is not positive.
+        Array with the shape of ``slopes`` (broadcast with ``score_range``), integers in the dtype of ``slopes``;
+        infinite where a slope is not positive.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If slopes are misshapen or not finite, or the tolerance is negative or NaN.
+        ValueError: If slopes have a wrong shape or are not finite, or the tolerance is negative or NaN.
 
     Example:
         >>> horizon(8, 14.0).tolist()
@@ -105,37 +105,38 @@ def horizon(
 
 
 def reach(xp: Namespace, slopes: Any, excess: Any, tolerance: float) -> Any:
-    """Return the distance from which on the keys of one side weigh no more than ``tolerance``: tokens, >= 0, or inf.
+    """Return the distance from which on all keys of one side weigh at most ``tolerance``: tokens, >= 0, or inf.
 
     Args:
-        slopes: ``[...]``; what is not positive reaches to infinity.
-        excess: By how much a score may exceed what bounds the row's log-sum-exp from below; broadcasts to ``slopes``.
+        slopes: ``[...]``; a slope that is not positive gives inf.
+        excess: The most by which a score exceeds the lower bound of the row's log-sum-exp; broadcasts to ``slopes``.
     """
     falls = slopes > 0
     if tolerance == 0:
         return xp.full_like(slopes * excess, math.inf)
     rates = xp.where(falls, slopes, 1.0)
+    # The biases of all keys from distance n on sum to exp(-rate * n) / (1 - exp(-rate)).
     tail = -xp.log(-xp.expm1(-rates)) - math.log(tolerance)
-    heavier = excess + tail  # in logarithms, than may be left out
-    tokens = xp.ceil(heavier / rates * (1 + 2.0**-20))  # a little further: the quotient itself is rounded, perhaps to 0
+    heavier = excess + tail  # logarithm of the factor by which keys from distance 0 on exceed the tolerance
+    tokens = xp.ceil(heavier / rates * (1 + 2.0**-20))  # the factor covers rounding; the quotient may underflow to 0
     return xp.where(falls, xp.where(heavier <= 0, 0.0, at_least(xp, tokens, 1.0)), math.inf)
 
 
 @dataclass(frozen=True)
 class ScoreBounds:
-    """What is known of scores, block by block, before any is computed. A block is so many consecutive tokens.
+    """Bounds of scores by block, known before any score is computed. A block is a run of consecutive tokens.
 
-    A query's *anchor* is a lower bound of the logarithm of its softmax's denominator: its score with the key at its own
-    position, or what its nearest key scores at least. Scores include the scale.
+    A query's *anchor* is a lower bound of its log-sum-exp, the logarithm of its softmax denominator: the score of the
+    key at its own position, or a lower bound of its nearest key's score. Scores include the scale.
 
     Attributes:
         q_block: Queries in a block.
         kv_block: Keys in a block.
         excess: ``[..., num_heads, q_blocks]``: the most by which any score exceeds the anchor of its query.
-        anchor: ``[..., num_heads, q_blocks]``: the least anchor.
-        q_least: ``[..., num_heads, q_blocks]``: the least norm of a query, times the scale.
-        q_most: The largest.
-        key_norm: ``[..., num_heads, kv_blocks]``: the largest norm of a key.
+        anchor: ``[..., num_heads, q_blocks]``: the smallest anchor in the block.
+        q_least: ``[..., num_heads, q_blocks]``: the smallest norm of a query in the block, times the scale.
+        q_most: ``[..., num_heads, q_blocks]``: the largest norm of a query in the block, times the scale.
+        key_norm: ``[..., num_heads, kv_blocks]``: the largest norm of a key in the block.
 
     Example:
         Norms of 2 and 3 bound scores by 6; where a query's own key scores -6, others exceed it by at most 12:
@@ -168,43 +169,50 @@ class ScoreBounds:
         q_block: int,
         kv_block: int,
     ) -> ScoreBounds:
-        """Bound scores from what was measured of each token.
+        """Return the bounds from measurements of each token.
 
         Args:
-            call: The call whose scores these are.
-            q_norms: ``[..., num_heads, q_len]``: norms of queries, times the size of the scale.
-            own_scores: ``[..., num_heads, q_len]``: the scaled score with the key at the query's position; anything
-                where there is none. A score, a norm or a product of norms that is NaN or infinite bounds nothing: then
-                the queries concerned need every key that they may look at.
-            key_norms: ``[..., num_heads, kv_len]``, or fewer columns, each a bound for ``kv_block`` keys. A vector may
-                have been subtracted from all keys, here and in ``own_scores``: softmax does not notice.
-            nearest: From :func:`nearest_keys`.
-            lower: ``[..., num_heads, q_len]``: lower bounds of the queries' log-sum-exps that are known besides, such
-                as :func:`log_sum_exp_of_mean`; -inf where there is none, inf for a query that needs no key.
+            call: The call whose scores are bounded.
+            q_norms: ``[..., num_heads, q_len]``: norms of queries, times ``abs(call.scale)``.
+            own_scores: ``[..., num_heads, q_len]``: the scaled score of the key at the query's own position; any number
+                if there is no such key. If a score, a norm or a product of norms is NaN or infinite, its query needs
+                every visible key.
+            key_norms: ``[..., num_heads, kv_len]``, or ``[..., num_heads, kv_blocks]``, a bound for each ``kv_block``
+                keys. One vector may be subtracted from all keys, here and in ``own_scores``: softmax is invariant to
+                it.
+            nearest: Distances of nearest keys, from :func:`nearest_keys`.
+            lower: ``[..., num_heads, q_len]``: other known lower bounds of the queries' log-sum-exps, such as
+                :func:`log_sum_exp_of_mean`; -inf where unknown, inf for a query that needs no key.
             q_block: Queries in a block.
             kv_block: Keys in a block.
         """
         xp = call.xp
-        rounding = score_rounding(call.head_dim)  # here and in what was measured
-        # Replace NaN by inf first: max() ignores NaN under some compilers.
+        rounding = score_rounding(call.head_dim)  # of the products here and of the measured scores
+        # Replace NaN by inf first: max() ignores NaN under XLA on CPUs.
         q_norms, key_norms = (nan_to_inf(xp, x) for x in (q_norms, key_norms))
         if key_norms.shape[-1] == call.kv_len:
+            # [..., num_heads, kv_blocks]
             key_norms = xp.max(by_block(xp, key_norms, kv_block), axis=-1)
+        # [..., num_heads, 1]
         largest = xp.max(key_norms, axis=-1, keepdims=True)
+        # Cauchy-Schwarz: no scaled score of the query exceeds this in size.
         bound = nan_to_inf(xp, q_norms * largest)
+        # The nearest key may lie on either side: take the steeper slope.
         slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
         # For queries far from all keys the penalty is rounded about 12 times; 1 + 2**-20 covers that.
         lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
+        # nearest == 0: the key at the query's own position is visible.
         anchors = xp.where(nearest == 0, own_scores, lowest)
+        # -1 marks fully masked queries.
         needs_none = nearest < 0
         if lower is not None:
             anchors = at_least(xp, anchors, lower)
             needs_none = needs_none | (lower == math.inf)
         anchors = anchors - rounding * bound
-        if call.added_key_bias is not None and call.kv_len > 0:  # which may help any key, and harm that of the anchor
+        if call.added_key_bias is not None and call.kv_len > 0:  # it may raise any score and lower the anchor's score
             spread = xp.max(call.added_key_bias, axis=-1) - xp.min(call.added_key_bias, axis=-1)
             anchors = anchors - spread[..., None]
-        # Where bounds are infinite, differences of them are NaN: nothing is known.
+        # Differences of infinite bounds are NaN: use the anchor -inf, with which every key is needed.
         anchors = xp.where((bound < math.inf) & (xp.abs(anchors) < math.inf), anchors, -math.inf)
         # A query that sees no key gets excess -inf, and so needs none.
         excess = xp.where(needs_none, -math.inf, (1 + rounding) * bound - anchors)
@@ -221,7 +229,7 @@ class ScoreBounds:
 
     @classmethod
     def unmeasured(cls, call: AttentionCall, *, q_block: int, kv_block: int) -> ScoreBounds:
-        """Return bounds for a tolerance of 0, with which masks alone decide: zeros."""
+        """Return zeros as bounds, for a tolerance of 0: masks alone decide which keys are needed."""
         q_blocks, kv_blocks = (
             call.xp.broadcast_to(asarray(call.xp, 0.0, call.working_dtype, call.device), (1, call.num_heads, blocks))
             for blocks in (-(-call.q_len // q_block), -(-call.kv_len // kv_block))
@@ -236,10 +244,10 @@ class ScoreBounds:
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """The tile plan: which keys the queries of each block need. The others weigh no more than the tolerance.
+    """The tile plan: the keys that the queries of each block need. All others together weigh at most the tolerance.
 
-    Both limits hold at once: a query at position ``p`` needs the keys ``j`` with ``first <= j < stop`` and
-    ``p - past < j < p + future``. All are int32 arrays ``[..., num_heads, q_blocks]``, in tokens.
+    Both conditions apply: a query at position ``p`` needs the keys ``j`` with ``first <= j < stop`` and
+    ``p - past < j < p + future``. The four fields are int32 arrays ``[..., num_heads, q_blocks]``, in tokens.
 
     Example:
         Where scores are alike, a head of slope 0.5 needs few of 4,096 keys, in blocks of 1,024 queries:
@@ -263,16 +271,16 @@ class KeyRanges:
 def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> KeyRanges:
     """Return which keys each block of queries needs, for a result within ``2 * tolerance * max|value|``.
 
-    Masks by position (causal, window) and, for packed sequences whose tokens stand together, by segment narrow the
-    ranges too. Nothing is read on the host: shapes alone decide which operations run.
+    Masks by position (causal, window) narrow the ranges too, and so do segments that are contiguous in a packed row.
+    No values are read on the host: shapes alone decide which operations run.
 
     Args:
         call: The call, from :meth:`AttentionCall.check`.
-        bounds: What is known of its scores.
-        tolerance: The share of softmax weight that may be left out; 0 lets masks alone decide.
+        bounds: Bounds of its scores.
+        tolerance: The share of softmax weight that may be left out; with 0 masks alone decide.
 
     Returns:
-        First and last keys of each block of queries, ``[..., num_heads, q_blocks]``, int32, in tokens.
+        The ranges of keys of each block of queries, ``[..., num_heads, q_blocks]``, int32, in tokens.
 
     Example:
         A causal mask alone, for 8 tokens in blocks of 4:
@@ -286,10 +294,11 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     xp, device = call.xp, call.device
     q_blocks, kv_blocks = bounds.excess.shape[-1], bounds.key_norm.shape[-1]
     tolerance = min(tolerance, LARGEST_TOLERANCE)
+    # Keys on both sides share the tolerance.
     side = tolerance if call.is_causal else tolerance / 2
     q_starts, kv_starts = arange(xp, q_blocks, device) * bounds.q_block, arange(xp, kv_blocks, device) * bounds.kv_block
     q_ends, kv_ends = (
-        at_most(xp, starts + block, n) - 1  # of the last token
+        at_most(xp, starts + block, n) - 1  # index of the block's last token
         for starts, block, n in ((q_starts, bounds.q_block, call.q_len), (kv_starts, bounds.kv_block, call.kv_len))
     )
     offset = call.q_offset[..., None, None] if call.has_offset_array else call.q_offset  # [*batch, 1 (heads), 1] or int
@@ -301,27 +310,34 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     stop = first + call.kv_len
     past = future = first + ENDLESS
     if side > 0:
+        # The horizon of each block of queries, from its excess.
         past = _tokens(xp, reach(xp, slopes, bounds.excess, side))
+        # By key block: drop leading blocks while their total weight stays within the tolerance.
         weight = _block_weights(call, bounds) - math.log(side)
+        # [..., q_blocks, kv_blocks]: distance to each block's nearest key
         behind = at_least(xp, lowest[..., :, None] - kv_ends, 0)
         first = _blocks_to_drop(xp, weight, slopes[..., None], behind, bounds.kv_block) * bounds.kv_block
     if call.is_causal:
+        # No key after the last query of the block is visible.
         past_stop = highest + 1
         stop, future = at_most(xp, stop, past_stop), first * 0 + 1
     elif side > 0:
         future = _tokens(xp, reach(xp, future_slopes, bounds.excess, side))
         ahead = at_least(xp, kv_starts - highest[..., :, None], 0)
+        # The same from the end: reversed, trailing blocks come first.
         dropped = _blocks_to_drop(
             xp, xp.flip(weight, axis=-1), future_slopes[..., None], xp.flip(ahead, axis=-1), bounds.kv_block
         )
         stop = at_most(xp, stop, (kv_blocks - dropped) * bounds.kv_block)
-    # All keys of a query that is ENDLESS tokens or more from them are still within an endless reach.
+    # An endless horizon must cover all keys, also if the query is ENDLESS tokens or more away from them.
     past = at_least(xp, past, xp.where(past < ENDLESS, past, highest + 1))
     future = at_least(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
     if call.window_size is not None:
+        # A window hides keys at distances above window_size.
         within = min(call.window_size, checks.MAX_POSITION - 1) + 1
         past, future = (at_most(xp, x, within) for x in (past, future))
     if call.q_segment_ids is not None:
+        # Skip blocks whose ids cannot match.
         blocks = _blocks_of_segments(call, bounds)
         first = at_least(xp, first, blocks[0] * bounds.kv_block)
         stop = at_most(xp, stop, blocks[1] * bounds.kv_block)
@@ -333,53 +349,58 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
 
 
 def score_rounding(head_dim: int) -> float:
-    """Return how far a float32 score may be from the exact one, as a part of the product of its norms."""
+    """Return a bound of the rounding error of a float32 score, relative to ``|query| * |key|``."""
     return 2.0**-23 * (head_dim + 8)
 
 
 def log_sum_exp_of_mean(slopes: Any, mean_score: Any, mean_distance: Any, count: int) -> Any:
-    """Return what the log-sum-exp of a query is at least, from the mean of its scores with ``count`` visible keys.
+    """Return a lower bound of a query's log-sum-exp, from the mean of its scores with ``count`` visible keys.
 
-    The exponential is convex: a sum is not less than ``count`` times the exponential of the mean. Where scores are
-    about alike, that is far more than the query's score with its own key, and horizons are shorter by as much.
+    The exponential is convex: the sum is at least ``count`` times the exponential of the mean. For similar scores this
+    bound is far above the score of the query's own key, and horizons are shorter.
     """
     return mean_score - slopes * mean_distance + math.log(count)
 
 
 def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
-    """Return by how much scores with a block of keys can exceed anchors, ``[..., num_heads, q_blocks, kv_blocks]``."""
+    """Return the most by which scores exceed anchors, ``[..., num_heads, q_blocks, kv_blocks]``."""
     xp = call.xp
+    # [..., num_heads, 1, kv_blocks]
     norms = bounds.key_norm[..., None, :]
     largest = xp.max(norms, axis=-1, keepdims=True)
-    # Two bounds. The first knows which query has which anchor, the second does not suffer from a single large key.
+    # The smaller of two bounds: the first pairs each query with its own anchor, the second is not raised by a single
+    # large key in another block.
     one = bounds.excess[..., None] - bounds.q_least[..., None] * (largest - norms)
     other = bounds.q_most[..., None] * norms - bounds.anchor[..., None]
     return at_most(xp, one, other)
 
 
 def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, block: int) -> Any:
-    """Return how many blocks from the first on weigh at most 1 together.
+    """Return the largest number of leading blocks whose keys together weigh at most 1.
 
     Args:
-        weights: ``[..., blocks]``, logarithms of the most a key may weigh, but for its bias.
+        weights: ``[..., blocks]``, upper bounds of the logarithm of a key's weight, without its bias.
         slopes: ``[..., 1]``.
         distance: ``[..., blocks]``, tokens to the nearest key of each block.
+        block: Keys in a block.
     """
     falls = slopes > 0
-    series = -1 / xp.expm1(-xp.where(falls, slopes, 1.0))  # of the bias alone, over all keys beyond the nearest
+    # Sum of exp(-slope * n) for n from 0 on: a block weighs at most this many times its nearest key.
+    series = -1 / xp.expm1(-xp.where(falls, slopes, 1.0))
     keys = xp.where(falls & (series < block), series, float(block))
     logarithms = weights - slopes * astype(xp, distance, slopes.dtype) + xp.log(keys)
     logarithms = xp.where(slopes < 0, math.inf, logarithms)
-    # exp of what is far above 1 need not be exact, and must not overflow. A NaN compares as too heavy.
+    # Clip at 1, which is too heavy already, so that exp does not overflow. A NaN compares as too heavy.
     total = running_sum(xp, xp.exp(at_most(xp, logarithms, 1.0)))
     return astype(xp, xp.sum(astype(xp, total <= 1, xp.int32), axis=-1), xp.int32)
 
 
 def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, Any]:
-    """Return the first block of keys with a segment id among the queries', and the one after the last."""
+    """Return the first and the last + 1 block of keys whose range of segment ids overlaps with the queries' block."""
     xp = call.xp
     queries = by_block(xp, call.q_segment_ids, bounds.q_block)
     keys = by_block(xp, call.kv_segment_ids, bounds.kv_block)
+    # Ids of a block as an interval: two blocks may match only if their intervals overlap.
     q_least, q_most = xp.min(queries, axis=-1)[..., :, None], xp.max(queries, axis=-1)[..., :, None]
     kv_least, kv_most = xp.min(keys, axis=-1)[..., None, :], xp.max(keys, axis=-1)[..., None, :]
     meet = with_head_axis((kv_most >= q_least) & (kv_least <= q_most))  # [..., 1, q_blocks, kv_blocks]
@@ -391,19 +412,21 @@ def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, 
 def by_block(xp: Namespace, array: Any, block: int) -> Any:
     """Return ``[..., length]`` as ``[..., blocks, block]``, the last element repeated to fill the last block.
 
-    A block alone is as long as it is.
+    An array shorter than one block becomes ``[..., 1, length]``, without padding.
     """
     if 0 < array.shape[-1] < block:
         return array[..., None, :]
+    # Repeating the last element does not change a minimum or a maximum.
     if missing := -array.shape[-1] % block:
         array = extended(xp, array, missing)
     return xp.reshape(array, (*array.shape[:-1], array.shape[-1] // block, block))
 
 
 def _tokens(xp: Namespace, reach: Any) -> Any:
-    """Return whole numbers, or infinity, or NaN for what is not known, as int32."""
+    """Return distances as int32; infinite, NaN and larger ones become ENDLESS."""
     return astype(xp, xp.where(reach < ENDLESS, reach, float(ENDLESS)), xp.int32)
 
 
 def nan_to_inf(xp: Namespace, sizes: Any) -> Any:
+    """Return ``sizes`` with inf in place of NaN."""
     return xp.where(sizes < math.inf, sizes, math.inf)

@@ -1,4 +1,4 @@
-"""How a backend measures calls and cuts them up, by default and while somebody says otherwise."""
+"""The sizes of blocks and tiles that a backend uses, and a context manager that overrides them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LIMITS = {"float32": (2.0**-23, 2.0**-126), "float64": (2.0**-52, 2.0**-1022)}  
 
 
 def norm_bounds(vectors: Any) -> Any:
-    """Return what no norm of ``[..., head_dim]`` exceeds, however sums of squares are rounded: float32 or float64.
+    """Return upper bounds of the norms of ``[..., head_dim]`` vectors, float32 or float64, for any rounding of sums.
 
-    It is infinite for a vector that holds a NaN, or whose squares overflow. A NaN would not do: max() ignores NaN under
-    some compilers.
+    The bound is inf, not NaN, for a vector with a NaN or with squares that overflow: max() ignores NaN under XLA on
+    CPUs.
     """
     xp, head_dim = namespace_of(vectors), vectors.shape[-1]
     eps, tiny = LIMITS[str(floating_name(vectors.dtype))]
-    # Each addition may round down, so may the root (of a GPU, by some units); the square of what is tiny may vanish.
+    # Each addition may round down, and so may the root (on GPUs by several units). Squares may underflow to 0.
     rounding, vanishing = (head_dim + 8) * eps, (head_dim * tiny) ** 0.5
     sizes = xp.sqrt(xp.sum(vectors * vectors, axis=-1)) * (1 + rounding) + vanishing
     return xp.where(sizes < float("inf"), sizes, float("inf"))
@@ -32,19 +32,21 @@ class Tiling:
     """How finely a backend measures queries and keys, and the sizes of tiles that suit its kernel.
 
     Attributes:
-        q_block: Queries that share a score bound, or a divisor of that number.
-        kv_block: The same for keys.
-        most_blocks: The most blocks of queries, and of keys. None for any number.
+        q_block: Queries that share a score bound; in long sequences a multiple of this many do.
+        kv_block: Keys that share a norm bound; in long sequences a multiple of this many do.
+        most_blocks: The largest number of blocks of queries, and of keys. None for no limit.
         part_elements: Elements of queries or keys processed at a time, to avoid a full float32 copy. None for all.
         worthwhile: The mean-of-keys bound is used only where slope * kv_len is at least this. None for nowhere: it
             reads the slopes on the host.
-        norm_bounds: As :func:`norm_bounds`. Keys that are not centred it gets in a dtype of their own.
-        few: Queries, up to which a call is a decoding step: calls cost more than scores, and keys are not centred.
-        rows: The least and the largest number of queries in a tile.
-        bias_elements: The most elements in the bias of one call. A single head may have more.
-        call_scores: The number of scores whose computation takes as long as a call's overhead.
-        kernel_elements: About how many elements a kernel call may allocate.
-        short: Keys, up to which calls are planned for all batch entries and heads at once, most without measuring.
+        norm_bounds: Function that bounds norms, as :func:`norm_bounds` does. Keys that are not centred are passed in
+            their own dtype.
+        few: Up to this many queries, a call is a decoding step: jobs are planned for few kernel calls, and keys are not
+            centred.
+        rows: The smallest and the largest number of queries in a tile.
+        bias_elements: The largest number of elements in the bias of one call. A single head may exceed it.
+        call_scores: The number of scores whose computation takes as long as the overhead of a call.
+        kernel_elements: Approximate number of elements that a kernel call may allocate.
+        short: Up to this many keys, calls are planned for all batch entries and heads at once, most without measuring.
     """
 
     q_block: int
@@ -61,31 +63,32 @@ class Tiling:
     short: int = 1024
 
     def q_block_of(self, q_len: int) -> int:
-        """Return how many queries of a call have one bound."""
+        """Return the number of queries of a call that share a score bound."""
         return _multiple(self.q_block, self.most_blocks, q_len)
 
     def kv_block_of(self, kv_len: int) -> int:
-        """Return how many keys of a call have one bound, where their norms are unknown."""
+        """Return the number of keys of a call that share a norm bound, if their norms are measured."""
         return _multiple(self.kv_block, self.most_blocks, kv_len)
 
 
 def _multiple(block: int, most_blocks: int | None, length: int) -> int:
+    """Return the smallest multiple of ``block`` that gives at most ``most_blocks`` blocks."""
     return block if most_blocks is None else block * max(1, -(-length // (block * most_blocks)))
 
 
-# Operators and custom functions of frameworks take no such argument, and gradients are computed where nobody can hand
-# it over.
+# A context variable, because the operators and custom functions of frameworks cannot take a Tiling as an argument, and
+# gradients are computed outside of the caller's code.
 _current: ContextVar[Tiling | None] = ContextVar("tiling", default=None)
 
 
 def current_tiling(default: Tiling) -> Tiling:
-    """Return how calls are cut up here and now."""
+    """Return the tiling of the enclosing :func:`tiled_as`, else ``default``."""
     return _current.get() or default
 
 
 @contextmanager
 def tiled_as(tiling: Tiling) -> Iterator[None]:
-    """Cut calls up in another way, as tests do whose tensors are small."""
+    """Use another tiling inside this context, for example in tests with small tensors."""
     token = _current.set(tiling)
     try:
         yield

@@ -1,7 +1,7 @@
 """The layers and models of all backends: configurations, forward passes, checkpoints.
 
-In goes a configuration, sub-modules that a backend makes, or a folder with a checkpoint. Out come the bases of each
-backend's classes, and weights by the names of this library's layers. No framework is imported.
+The base classes hold forward passes and take sub-modules that a backend makes from a configuration. ``Checkpoint``
+reads a folder and yields weights by the names of this library's layers. No framework is imported.
 """
 
 from alibi_core._models.attention_layer import BaseAttention as BaseAttention

@@ -1,4 +1,4 @@
-"""The attention layer of all backends: its sizes, checked, the names of its weights, and its forward pass."""
+"""The attention layer of all backends: its validated sizes, the names of its weights, and its forward pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from alibi_core._slopes import slope_values
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes and slopes of a multi-head self-attention layer, checked.
+    """The validated sizes and slopes of a multi-head self-attention layer.
 
     The projections map ``embed_dim`` to ``num_heads * head_dim`` (queries) and ``num_kv_heads * head_dim`` (keys,
     values) features, and back. In a safetensors file they are ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``
-    and ``out_proj.weight``, each ``[out, in]``, their ``.bias`` where there is one, and ``log_slopes`` ``[num_heads]``
-    if the slopes are learnable. Slopes here are Python numbers, rounded to float32: no cast of a module reaches them.
+    and ``out_proj.weight``, each ``[out, in]``, with a ``.bias`` if ``bias=True``, and ``log_slopes`` ``[num_heads]``
+    if the slopes are learnable. Slopes here are Python floats rounded to float32, so casting a module does not change
+    them.
     """
 
     embed_dim: int
@@ -64,6 +65,7 @@ class LayerShape:
         checks.boolean("bias", bias)
         if learnable_slopes and future_slopes is not None:
             raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
+        # Slopes become Python floats, so they must have values now.
         past = _float32_values("slopes", slopes, num_heads)
         future = _float32_values("future_slopes", future_slopes, num_heads)
         if learnable_slopes and past is not None and 0 in past:
@@ -78,9 +80,9 @@ class LayerShape:
         return cls(embed_dim, num_heads, num_kv_heads, head_dim, past, future)
 
     def source_of_keys(self, x: Any, xp: Namespace, *, context: Any, q_offset: Any, cache: Any, lengths: Any) -> Any:
-        """Return the tokens that give keys and values, ``[batch, length, embed_dim]``: the context, or else the input.
+        """Return the tokens to project to keys and values, ``[batch, length, embed_dim]``: the context, or else ``x``.
 
-        Both are checked, and that the layer's arguments do not exclude each other.
+        Checks both, and that the arguments of the call do not exclude each other.
         """
         self._check_input("x", x, xp)
         if lengths is not None and cache is None:
@@ -104,7 +106,7 @@ class LayerShape:
 
 
 def _float32_values(name: str, slopes: Any | None, num_heads: int) -> tuple[float, ...] | None:
-    """Return the values of an array of slopes, of any library, rounded to float32."""
+    """Return the values of slopes, an array of any library, rounded to float32; None for None."""
     if slopes is None:
         return None
     xp = namespace_of(checks.array(name, slopes))
@@ -112,7 +114,7 @@ def _float32_values(name: str, slopes: Any | None, num_heads: int) -> tuple[floa
     checks.slopes_values(name, slopes, allow_negative=False, working="float32")
     try:
         values = slopes.tolist()
-    except Exception:  # each library raises an error of its own
+    except Exception:  # each library raises another error
         raise ValueError(
             f"{name} must be known when the layer is made, got a traced array or one without values; give a NumPy array"
         ) from None
@@ -122,7 +124,7 @@ def _float32_values(name: str, slopes: Any | None, num_heads: int) -> tuple[floa
 if TYPE_CHECKING:
 
     class Module:
-        """A framework's module, which holds sub-modules and parameters as attributes."""
+        """A framework's module, with sub-modules and parameters as attributes."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -134,9 +136,9 @@ class BaseAttention(Module):
     """Base of the attention layers of all backends.
 
     A backend's layer derives from its framework's module and from this class. It makes ``slopes``, ``future_slopes``,
-    ``dropout`` and caches, and names its library, ``_xp``, and its attention function, ``_attention``. Models may clip
-    (``clip_qkv``), norm (``q_norm``, ``k_norm``) and scale (``query_factor``) projected queries, keys and values. The
-    layer does it, so that quantizers and adapters may replace the projections.
+    ``dropout`` and caches, and sets its library, ``_xp``, and its attention function, ``_attention``. Models may set
+    ``clip_qkv``, ``q_norm``, ``k_norm`` and ``query_factor`` to clip, norm and scale projected queries, keys and
+    values. The layer applies them after the projections, so quantizers and adapters may replace the projections.
     """
 
     _is_length_first = False  # whether attention takes [batch, length, heads, head_dim], not heads before length
@@ -144,7 +146,7 @@ class BaseAttention(Module):
     def _build(
         self, linear: Callable[[int, int], Any], implementation: Any, *sizes: Any, is_causal: bool, **options: Any
     ) -> None:
-        """Check the layer's arguments, and make its projections by ``linear``, called with features in and out."""
+        """Check the layer's arguments, and make its projections by ``linear(in_features, out_features)``."""
         self.shape = shape = LayerShape.check(*sizes, is_causal=is_causal, **options)
         self.is_causal, self.window_size, self.implementation = is_causal, options["window_size"], implementation
         self.distance, self.law = options["distance"], options["law"]
@@ -176,27 +178,29 @@ class BaseAttention(Module):
             segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
                 ``kv_len`` tokens).
             cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.
-            context: ``[batch, kv_len, embed_dim]``, another sequence that keys and values are made of, where it is not
-                ``x``. Distances are those of ``alibi_core.bias(length, kv_len)``: by default the last tokens of both
-                have one position. No cache goes with it.
-            q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
-            lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
-                of different lengths are padded behind.
-            positions: ``[batch, length]`` or ``[batch, length, dims]``, positions of the caller's own, as for
-                ``attention``; with a ``context``, a pair (of ``x``, of the context). No cache goes with them.
+            context: ``[batch, kv_len, embed_dim]``, another sequence for keys and values (cross-attention). Distances
+                are those of ``alibi_core.bias(slopes, length, kv_len)``: by default the last tokens of both sequences
+                have the same position. Excludes ``cache``.
+            q_offset: With a ``context``, the position of the first token of ``x``, as in ``attention``.
+            lengths: With a ``cache``, ``[batch]`` integers: the number of tokens in each row of ``x`` without padding,
+                for prompts of different lengths padded at the end.
+            positions: ``[batch, length]`` or ``[batch, length, dims]``, explicit positions, as in ``attention``; with a
+                ``context``, a pair (of ``x``, of the context). Excludes ``cache``.
 
         Returns:
-            ``[batch, length, embed_dim]``, of the dtype of the projections' output. (In JAX, whose caches are values,
-            with a cache the pair of that and the longer cache.)
+            ``[batch, length, embed_dim]``, in the dtype of the projections' output. (In JAX, whose caches are
+            immutable, with a cache the pair of the output and the updated cache.)
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a shape is wrong, the cache is full or does not fit, or a layer that is not causal gets one.
+            ValueError: If a shape is wrong, the cache is full or does not fit, or the layer is not causal and gets a
+                cache.
         """
         xp, sizes = self._xp, self.shape
         source = sizes.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
         if positions is not None and cache is not None:
             raise ValueError("cache must be None with positions: a cache counts tokens")
+        # [batch, heads, length, head_dim], or length first
         query, key, value = self._heads(x, source)
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": self.window_size}
         rules |= {"implementation": self.implementation, "law": self.law}
@@ -223,7 +227,7 @@ class BaseAttention(Module):
         return self.slopes
 
     def _heads(self, x: Any, source: Any) -> Iterator[Any]:
-        """Yield query, key and value, ``[batch, heads, length, head_dim]`` or length first."""
+        """Yield query, key and value, ``[batch, heads, length, head_dim]`` or ``[batch, length, heads, head_dim]``."""
         parts = (
             (x, self.q_proj, self.q_norm, self.query_factor),
             (source, self.k_proj, self.k_norm, 1.0),
@@ -236,40 +240,42 @@ class BaseAttention(Module):
             if norm is not None:
                 y = norm(y)
             y = scaled(y, factor)
+            # [batch, length, heads, head_dim]
             y = y.reshape(*y.shape[:2], y.shape[-1] // self.shape.head_dim, self.shape.head_dim)
             yield y if self._is_length_first else y.swapaxes(1, 2)
 
     def _attend_to(
         self, cache: Any, query: Any, key: Any, value: Any, rules: dict[str, Any], counts: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Return attention to a cache with further tokens, and None; JAX returns the longer cache instead.
+        """Append tokens to a cache, and return attention to all its tokens, and None (in JAX, the updated cache).
 
-        ``counts`` holds the ``lengths`` of rows, if they differ.
+        ``counts`` holds the ``lengths`` of rows if they differ, else it is empty.
         """
         before = cache_lengths([cache])
         try:
             cache.append(key, value, **counts)
             return cache.attend(query, self._current_slopes, **rules, **counts), None
         except Exception:
-            truncate(before)  # a refused call leaves no tokens behind
+            truncate(before)  # a call that raises leaves the cache unchanged
             raise
 
 
 def scaled(x: Any, factor: float) -> Any:
-    """Return ``x`` multiplied by ``factor``."""
+    """Return ``x * factor``, without an operation if the factor is 1."""
     return x if factor == 1 else x * factor
 
 
 def cache_lengths(caches: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return the caches that tokens are appended to in place, with their lengths, for :func:`truncate`.
+    """Return the caches that are changed in place, with their lengths, for :func:`truncate`.
 
-    JAX's caches are tuples, and are never changed; caches of other libraries lack ``truncate`` or ``lengths``.
+    Skipped are JAX's caches, which are immutable tuples, and caches of other libraries, which lack ``truncate`` or
+    ``lengths``.
     """
     own = [x for x in caches if hasattr(x, "truncate") and hasattr(x, "lengths") and not isinstance(x, tuple)]
     return [(cache, cache.length if cache.lengths is None else cache.lengths) for cache in own]
 
 
 def truncate(lengths: list[tuple[Any, Any]]) -> None:
-    """Remove the tokens that a refused call has appended to caches."""
+    """Restore the lengths of caches after a call that raised."""
     for cache, length in lengths:
         cache.truncate(length)

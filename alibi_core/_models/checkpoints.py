@@ -1,4 +1,4 @@
-"""Checkpoints of models with ALiBi: what is in them, under which names the models of this library have it."""
+"""Checkpoints of models with ALiBi: their tensors, mapped to the parameter names of this library's models."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from alibi_core._slopes import slope_values
 HEAD = "lm_head.weight"
 QKV = ("q", "k", "v")
 
-# What a block of a model calls what a layout speaks of.
+# The module of a block for each part that a Layout names.
 MODULES = {letter: f"attention.{letter}_proj" for letter in QKV} | {
     "out": "attention.out_proj",
-    "gate": "feed_forward.0",  # the first rows of it
+    "gate": "feed_forward.0",  # its first rows
     "up": "feed_forward.0",
     "down": "feed_forward.2",
     "attention_norm": "attention_norm",
@@ -35,11 +35,11 @@ MODULES = {letter: f"attention.{letter}_proj" for letter in QKV} | {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter, or some rows of it, come from."""
+    """The source of a parameter, or of a block of its rows."""
 
     tensor: str  # its name in the checkpoint
     shape: tuple[int, ...]
-    take: Callable[[Any], Any] | None = None  # returns the rows from the tensor's values; None for all of them
+    take: Callable[[Any], Any] | None = None  # takes the tensor's values, returns the rows; None for all rows
 
 
 Sources = dict[str, tuple[Source, ...]]
@@ -47,19 +47,19 @@ Sources = dict[str, tuple[Source, ...]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose names, shapes and lengths have been checked, and whose values have yet to be read."""
+    """A checkpoint with validated names, shapes and lengths; its values are not read yet."""
 
     family: Family
-    sources: Sources  # of each parameter, by its name in a model here: its rows, one source below the other
+    sources: Sources  # by parameter name in this library: the sources of its rows, from the top
     tensors: dict[str, StoredTensor]
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
-        """Check the checkpoint in a directory, as ``load_checkpoint`` of the backends describes it."""
+        """Validate and return the checkpoint in a directory; ``load_checkpoint`` of the backends documents it."""
         if not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, got {type(directory).__name__}")
         path = Path(directory)
-        if not os.fspath(directory) or not path.is_dir():  # Path("") is the folder that the program runs in
+        if not os.fspath(directory) or not path.is_dir():  # Path("") is the current directory
             raise FileNotFoundError(
                 f"directory must be one that holds a checkpoint, got {os.fspath(directory)!r}; nothing is downloaded: "
                 "huggingface_hub.snapshot_download gives such a directory for the name of a model"
@@ -71,6 +71,7 @@ class Checkpoint:
         else:
             family = family_of(values, place)
             tensors = stored_tensors(path)
+        # A wrong number of layers would otherwise build a huge table of names.
         if family.config.num_layers > len(tensors):
             raise ValueError(
                 f"number of layers in {place} must be that of the checkpoint, which holds "
@@ -89,17 +90,17 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
-        """Number of its tokens."""
+        """Number of tokens in the vocabulary."""
         return self.family.vocab_size
 
     @property
     def dtype_name(self) -> str:
-        """Name of the dtype that its embeddings are stored in, as every framework calls it."""
+        """Name of the stored dtype of the embeddings, in the spelling of all frameworks, such as ``"float32"``."""
         stored = self.tensors[self.sources["embedding.weight"][0].tensor].dtype
         return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}[stored]
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield each parameter's name and values, one tensor being read at a time (bfloat16 as float32)."""
+        """Yield each parameter's name and values, reading one tensor at a time (bfloat16 as float32)."""
         last, array = "", np.empty(0)
         for name, sources in self.sources.items():
             parts = []
@@ -121,14 +122,14 @@ def _sources(family: Family, layout: Layout) -> Sources:
         _add_norm(sources, "embedding_norm", layout.embedding_norm, config)
     for index in range(config.num_layers):
         ours, theirs = f"transformer.blocks.{index}", f"{layout.blocks}.{index}"
-        found: dict[str, dict[str, Source]] = {}  # by parameter, then by what the layout calls its rows
+        found: dict[str, dict[str, Source]] = {}  # by parameter, then by the layout's name of its rows
         for module, held in layout.block.items():
             if held.endswith("norm"):
                 _add_norm(sources, f"{ours}.{held}", f"{theirs}.{module}", config)
                 continue
             for ending, name, source in _projections(config, layout, f"{theirs}.{module}", held.split()):
                 found.setdefault(f"{ours}.{MODULES[name]}.{ending}", {})[name] = source
-        # In the order of MODULES, whichever comes first in the checkpoint: a gate before what it multiplies.
+        # Rows in the order of MODULES, whatever their order in the checkpoint: the gate before "up".
         sources |= {name: tuple(rows[x] for x in MODULES if x in rows) for name, rows in found.items()}
     if layout.norm is not None:
         _add_norm(sources, "transformer.norm", layout.norm, config)
@@ -146,7 +147,8 @@ def _add_norm(sources: Sources, ours: str, theirs: str, config: AlibiConfig) -> 
 def _projections(
     config: AlibiConfig, layout: Layout, module: str, parts: list[str]
 ) -> Iterator[tuple[str, str, Source]]:
-    """Yield, for weight and bias of a module and each of the projections that it holds, where its rows are."""
+    """Yield (ending, part, source) for weight and bias of a module, and each projection that it holds."""
+    # Rows of each part of a fused module.
     width, hidden, keys = config.embed_dim, config.hidden_dim, (config.num_kv_heads or config.num_heads)
     sizes = {"q": width, "k": keys * config.head_dim, "v": keys * config.head_dim, "out": width, "down": width}
     rows = [sizes.get(part, hidden) for part in parts]
@@ -178,6 +180,7 @@ def _check_tensors(
     )
     if missing or unknown:
         kind = "language model" if family.config.is_causal else "encoder"
+        # A common prefix of unknown names suggests a wrapped model.
         ends = [name.partition(missing[0])[0] for name in unknown if missing and name.endswith(f".{missing[0]}")]
         how = f"names begin with {ends[0]!r}, as those of a wrapped model: save the model inside; " if ends else ""
         raise ValueError(
@@ -200,13 +203,14 @@ def _check_tensors(
 
 
 def _check_stored_slopes(path: Path, config: AlibiConfig, layout: Layout, tensors: dict[str, StoredTensor]) -> None:
-    """Check that slopes in the checkpoint, if there are any, are those of the family's rule, rounded to their dtype."""
+    """Check that slopes stored in the checkpoint, if any, equal the canonical slopes up to rounding of their dtype."""
     name = layout.stored_slopes
     if name is None or name not in tensors:
         return
     tensors[name].check_dtype(name)
     rule = np.asarray(slope_values(config.num_heads))
     stored = np.asarray(tensors[name].read(), np.float64).reshape(-1)
+    # At least the unit roundoff of the stored dtype.
     rounding = {"BF16": 2.0**-8, "F16": 2.0**-10}.get(tensors[name].dtype, 2.0**-22)
     if stored.shape != rule.shape or not (np.abs(stored - rule) <= rounding * rule).all():
         raise ValueError(
@@ -215,23 +219,24 @@ def _check_stored_slopes(path: Path, config: AlibiConfig, layout: Layout, tensor
 
 
 def _rows_of(tensor: Any, *, start: int, stop: int, is_transposed: bool = False) -> Any:
-    """Return rows ``start`` until ``stop`` of a tensor; of one that is transposed, those of its transpose."""
+    """Return rows ``start`` to ``stop - 1`` of a tensor, or of its transpose if ``is_transposed``."""
     rows = tensor.T if is_transposed else tensor
     return rows[start:stop].copy()  # a view would keep the other rows in memory
 
 
 def _part_of_groups(fused: Any, *, index: int, num_heads: int, num_kv_heads: int) -> Any:
-    """Return queries (0), keys (1) or values (2) of rows that hold, by key/value head, its queries, its key, its value.
+    """Return queries (index 0), keys (1) or values (2) of an interleaved weight.
 
-    ``fused`` is ``[(num_heads + 2 * num_kv_heads) * head_dim, ...]``.
+    ``fused`` is ``[(num_heads + 2 * num_kv_heads) * head_dim, ...]``: for each key/value head, its queries, its key,
+    its value.
     """
     group, rest = num_heads // num_kv_heads, fused.shape[1:]
-    rows = fused.reshape(num_kv_heads, group + 2, -1, *rest)
+    rows = fused.reshape(num_kv_heads, group + 2, -1, *rest)  # [num_kv_heads, group + 2, head_dim, ...]
     chosen = (slice(0, group), slice(group, group + 1), slice(group + 1, group + 2))[index]
     return np.ascontiguousarray(rows[:, chosen]).reshape(-1, *rest)
 
 
 def _rows_of_unit_norm(tensor: Any) -> Any:
-    """Return a matrix in float64, its rows divided by their Euclidean norms, those of 0 left alone."""
-    exact = tensor.astype(np.float64)  # what is stored in float16 may be loaded in a wider dtype
+    """Return a matrix in float64 with rows of Euclidean norm 1; rows of zeros stay zeros."""
+    exact = tensor.astype(np.float64)  # a float16 tensor may be loaded in a wider dtype
     return exact / np.maximum(np.linalg.norm(exact, axis=1, keepdims=True), 1e-12)

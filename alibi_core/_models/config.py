@@ -42,56 +42,58 @@ _OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
 
 @dataclass(frozen=True)
 class AlibiConfig:
-    """The shape of an ALiBi transformer, in the words of the attention layers.
+    """The shape of an ALiBi transformer, with the argument names of the attention layers.
 
     Args:
         num_layers: Number of blocks, each an attention layer and a feed-forward layer.
         embed_dim: Features a token.
         num_heads: Attention heads; must divide ``embed_dim``.
-        max_len: Length the model is trained at, in tokens. A record, never a limit: longer inputs are what ALiBi is
-            for.
+        max_len: Length that the model is trained at, in tokens. It is a record, never a limit: ALiBi is made for longer
+            inputs.
         dropout: Probability, while training, that a feature of a layer's output is dropped; at least 0, below 1.
-        is_causal: True for a decoder, whose tokens see those before them; False for an encoder with symmetric bias.
+        is_causal: True for a decoder, whose tokens see earlier tokens only; False for an encoder with symmetric bias.
         expansion_factor: Width of the feed-forward layers, in multiples of ``embed_dim``.
         num_kv_heads: Key and value heads; must divide ``num_heads``. Default ``num_heads``.
         bias: Whether the attention layers' projections add a bias vector.
-        block: How attention and feed-forward layer are put together. ``"sequential"``: one after the other, each on
-            the norm of what came before and added to it. ``"normed_residual"``: likewise, but added to that norm.
-            ``"parallel"``: both on the block's input, each with a norm of its own. ``"shared_norm"``: both on one norm
-            of it. ``"post_norm"``: one after the other, each added to its input and the sum normed.
-            ``"double_post_norm"``: likewise, but the sum of attention is added to the block's input once more, and
-            normed again.
-        activation: Of the feed-forward layers: ``"gelu"``, ``"gelu_tanh"``, its approximation by ``tanh``, ``"silu"``
-            or ``"relu"``.
+        block: Order of attention layer, feed-forward layer and norms. ``"sequential"``: ``x += layer(norm(x))``, first
+            attention, then feed-forward. ``"normed_residual"``: the same order, but ``x = norm(x) + layer(norm(x))``.
+            ``"parallel"``: the output of both layers is added to the block's input; each layer has its own norm.
+            ``"shared_norm"``: the same, but both layers share one norm. ``"post_norm"``: ``x = norm(x + layer(x))``,
+            first attention, then feed-forward. ``"double_post_norm"``: the same, but the normed sum of attention is
+            added to the block's input once more and normed again, before feed-forward.
+        activation: Activation of the feed-forward layers: ``"gelu"``, ``"gelu_tanh"`` (its approximation by ``tanh``),
+            ``"silu"`` or ``"relu"``.
         gated: Whether the feed-forward layers are gated: the activation of one projection times another projection
-            (SwiGLU with ``"silu"``). The rows of the first weight are those of the gate, then the others.
+            (SwiGLU with ``"silu"``). In the first weight the rows of the gate come first.
         feed_forward_dim: Width of the feed-forward layers. Default ``expansion_factor * embed_dim``.
         feed_forward_bias: Whether the feed-forward layers add bias vectors.
-        up_bias: Whether the first of their two projections does. Default ``feed_forward_bias``.
-        qk_norm: Whether queries and keys are normed, those of all heads together.
+        up_bias: Whether the first projection of the feed-forward layers adds a bias vector. Default
+            ``feed_forward_bias``.
+        qk_norm: Whether queries and keys are normed, over the features of all heads together.
         norm: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has no bias.
         norm_bias: Whether layer norms add bias vectors.
-        norm_epsilon: What norms add to the variance.
-        slopes: One slope a head, not negative. Default: the canonical ones.
+        norm_epsilon: Number that norms add to the variance.
+        slopes: One slope a head, not negative. Default: the canonical slopes.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        clip_qkv: What queries, keys and values are clipped to, on either side of 0. Default: they are not.
+        clip_qkv: Bound that queries, keys and values are clipped to, from ``-clip_qkv`` to ``clip_qkv``. Default: no
+            clipping.
         embedding_norm: Whether a language model normalises its embeddings.
-        embedding_scale: What a language model multiplies its embeddings by. Default ``sqrt(embed_dim)``.
-        logit_scale: What it multiplies its logits by.
-        tied_head: Whether a language model reads out logits with the matrix that embeds its tokens.
-        token_types: How many types of tokens an encoder tells apart; 0 for none.
+        embedding_scale: Factor of a language model's embeddings. Default ``sqrt(embed_dim)``.
+        logit_scale: Factor of a language model's logits.
+        tied_head: Whether a language model computes logits with the matrix of token embeddings.
+        token_types: Number of token types of an encoder; 0 for none.
         future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
         window_size: Keys farther than this many tokens are masked: with 4 a query sees 5 keys, its own among them.
-            Default: none are.
-        distance: Between points, where ``positions`` in space are given: ``"manhattan"``, ``"euclidean"`` or
+            Default: no window.
+        distance: Distance between points, if ``positions`` in space are given: ``"manhattan"``, ``"euclidean"`` or
             ``"chebyshev"``.
         law: How the penalty grows with the distance: ``"linear"``, ``"log"`` or ``"sqrt"``.
-        implementation: As for the backend's ``attention``, which checks it.
+        implementation: As in the backend's ``attention``, which checks it: the name of an implementation.
 
     Raises:
         TypeError: If a field is of the wrong kind.
-        ValueError: If a value is out of range or does not divide what it must.
+        ValueError: If a value is out of range, or does not divide a size that it must divide.
 
     Example:
         >>> AlibiConfig(num_layers=2, is_causal=False).head_dim
@@ -147,6 +149,7 @@ class AlibiConfig:
         for name, check in _OPTIONAL.items():
             if getattr(self, name) is not None:
                 check(name, getattr(self, name))
+        # The attention layer checks its own arguments; the backend checks the implementation.
         options = self.attention_options
         del options["implementation"]
         LayerShape.check(**options)
@@ -163,7 +166,7 @@ class AlibiConfig:
 
     @property
     def up_dim(self) -> int:
-        """What the feed-forward layers project to, the gate included if there is one."""
+        """Output features of the first projection of the feed-forward layers, the gate included."""
         return 2 * self.hidden_dim if self.gated else self.hidden_dim
 
     @property
@@ -173,17 +176,17 @@ class AlibiConfig:
 
     @property
     def is_post_norm(self) -> bool:
-        """Whether blocks norm their output, so that no norm follows the last one."""
+        """Whether blocks norm their output, so that no norm follows the last block."""
         return self.block in POST_NORM_BLOCKS
 
     @property
     def embedding_factor(self) -> float:
-        """What embeddings are multiplied by."""
+        """Factor of the embeddings."""
         return math.sqrt(self.embed_dim) if self.embedding_scale is None else self.embedding_scale
 
     @property
     def query_factor(self) -> float:
-        """What queries are multiplied by, so that a scale of ``head_dim ** -0.5`` comes to ``scale``."""
+        """Factor of the queries that turns the default scale, ``head_dim ** -0.5``, into ``scale``."""
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
 
     @property
@@ -201,11 +204,11 @@ AlibiConfig.__init__ = explains_keywords(AlibiConfig.__init__)  # type: ignore[m
 
 
 def check_config(config: Any, *, is_causal: bool | None = None) -> AlibiConfig:
-    """Check that a model is made of a config, and of one for its direction where it has one alone.
+    """Check that ``config`` is an AlibiConfig, with the model's ``is_causal`` if that is given; return it.
 
     Raises:
-        TypeError: If ``config`` is something else.
-        ValueError: If it is for models of the other direction.
+        TypeError: If ``config`` is not an AlibiConfig.
+        ValueError: If ``config.is_causal`` does not fit the model.
     """
     if not isinstance(config, AlibiConfig):
         raise TypeError(f"config must be an AlibiConfig, got {checks.shown(config)}")

@@ -1,7 +1,7 @@
-"""The catalogue of decoders whose checkpoints are read.
+"""The catalogue of supported decoders.
 
-In goes what a ``config.json`` holds. Out comes the shape of a language model, the bias that the family's own code
-computes, and what the tensors of its checkpoints are called. A further family is a function and a line of ``FAMILIES``.
+Takes the content of a ``config.json``. Returns the shape of a language model, the bias that the family's own code
+computes, and the names of its checkpoint's tensors. To add a family, write a function and a line of ``FAMILIES``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from alibi_core._slopes import slope_values
 
 UNKNOWN = "no language model here has it"
 
-# --- Baichuan-13B and Baichuan2-13B, which come with code of their own. The 7B models have rotary positions.
+# --- Baichuan-13B and Baichuan2-13B, whose checkpoints include their own code. The 7B models have rotary positions.
 
 BAICHUAN_BIAS = Contract("baichuan", "canonical", "first key", takes_bias_max=False)
 BAICHUAN = Layout(
@@ -41,10 +41,10 @@ VOCABULARY_OF_2 = 125_696
 
 
 def baichuan(settings: Settings) -> Family:
-    """Return what a ``config.json`` says of a Baichuan.
+    """Return the family of a Baichuan's ``config.json``.
 
-    Baichuan2 divides the rows of its head by their norms, and no entry says so: it is told by its vocabulary, or by an
-    entry that only its code writes.
+    Baichuan2 divides the rows of its head by their norms, but no entry says so. It is recognised by its vocabulary
+    size, or by an entry that only its code writes.
     """
     if "max_position_embeddings" in settings.values:
         advice = "the models that have it have rotary positions"
@@ -67,13 +67,14 @@ def baichuan(settings: Settings) -> Family:
         },
     )
     vocab_size = settings.size("vocab_size")
+    # Baichuan2: only its code writes z_loss_weight.
     is_second = vocab_size == VOCABULARY_OF_2 or "z_loss_weight" in settings.values
     if is_second and config.tied_head:
         raise settings.refuse("tie_word_embeddings", "false", "the rows of Baichuan2's head have norms of 1")
     return Family("baichuan", BAICHUAN_BIAS, config, vocab_size, replace(BAICHUAN, head_of_unit_rows=is_second))
 
 
-# --- BLOOM, as ``transformers`` has it.
+# --- BLOOM, by the code of ``transformers``.
 
 BLOOM = Layout(
     embedding="transformer.word_embeddings",
@@ -93,7 +94,7 @@ BLOOM = Layout(
 
 
 def bloom(settings: Settings) -> Family:
-    """Return what a ``config.json`` says of a BLOOM."""
+    """Return the family of a BLOOM's ``config.json``."""
     width = settings.size("hidden_size", "n_embed")
     num_heads = settings.heads(width, "n_head", "num_attention_heads")
     if settings.switch("slow_but_exact", default=False) and settings.get("pretraining_tp", default=1) != 1:
@@ -112,9 +113,9 @@ def bloom(settings: Settings) -> Family:
     return Family("bloom", named("bloom"), config, settings.size("vocab_size"), BLOOM)
 
 
-# --- Falcon, as ``transformers`` has it.
+# --- Falcon, by the code of ``transformers``.
 
-# BLOOM's names, but for the norms, whose number varies.
+# BLOOM's names without the norms, whose number varies.
 FALCON = replace(
     BLOOM,
     embedding_norm=None,
@@ -123,19 +124,20 @@ FALCON = replace(
 
 
 def falcon(settings: Settings) -> Family:
-    """Return what a ``config.json`` says of a Falcon."""
+    """Return the family of a Falcon's ``config.json``."""
     if not settings.switch("alibi", default=False):
         raise settings.refuse("alibi", "true", "Falcon models with rotary positions are not loaded")
     width = settings.size("hidden_size", "n_embed")
     num_heads = settings.heads(width, "num_attention_heads", "n_head")
     grouped = settings.switch("new_decoder_architecture", default=False)
+    # Default of transformers: one key/value head.
     num_kv_heads = 1 if settings.switch("multi_query", default=True) else num_heads
     if grouped:
         num_kv_heads = settings.size("num_kv_heads", default=num_heads)
     block, norms = _falcon_block(settings, grouped)
     activation = settings.activation("activation", default="gelu")
     has_bias = settings.switch("bias", default=False)
-    # Scores and bias together are divided by sqrt(head_dim).
+    # Falcon divides the sum of scores and bias by sqrt(head_dim).
     slopes = [slope / math.sqrt(width / num_heads) for slope in slope_values(num_heads)]
     config = AlibiConfig(
         num_layers=settings.size("num_hidden_layers", "n_layer"),
@@ -169,7 +171,7 @@ def _falcon_block(settings: Settings, grouped: bool) -> tuple[str, dict[str, str
     return "shared_norm", {"input_layernorm": "attention_norm"}
 
 
-# --- Jais and BTLM, which come with code of their own: GPT-2 with ALiBi, SwiGLU, and the scales of muP.
+# --- Jais and BTLM, whose checkpoints include their own code: GPT-2 with ALiBi, SwiGLU, and the scales of muP.
 
 JAIS_BIAS = Contract("jais", "canonical", "query", takes_bias_max=False)
 JAIS_BLOCK = {
@@ -183,7 +185,7 @@ JAIS_BLOCK = {
 
 
 def jais(settings: Settings) -> Family:
-    """Return what a ``config.json`` says of a Jais or BTLM."""
+    """Return the family of a Jais or BTLM's ``config.json``."""
     if settings.get("position_embedding_type", default="learned") != "alibi":
         raise settings.refuse("position_embedding_type", "'alibi'", "models with learned positions are not loaded")
     settings.refuse_switches("scale_attn_by_inverse_layer_idx", "add_cross_attention", advice=UNKNOWN)
@@ -222,12 +224,13 @@ def _jais_scale(settings: Settings, head_dim: int) -> float:
     """Return the factor of the scores."""
     if not settings.switch("scale_attn_weights", default=True):
         return 1.0
+    # muP divides scores by head_dim, not by its square root.
     power = -1.0 if settings.switch("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d", default=False) else -0.5
     return float(head_dim**power)
 
 
 def _jais_logit_scale(settings: Settings) -> float:
-    """Return the factor of the logits: one number in the first Jais, two since."""
+    """Return the factor of the logits: one entry in the first Jais, the product of two entries in later ones."""
     scale = settings.optional_number("width_scale")
     if scale is not None:
         return scale
@@ -235,14 +238,14 @@ def _jais_logit_scale(settings: Settings) -> float:
 
 
 def _jais_stretching(settings: Settings) -> float:
-    """Return what distances are divided by, in models stretched to longer texts than they were trained with."""
+    """Return the divisor of distances, above 1 in models stretched to longer texts than in training."""
     scaling = settings.part("alibi_scaling")
     if scaling.get("train_seq_len", default=None) is not None:
         raise scaling.refuse("train_seq_len", "null", "slopes that depend on the text's length are not supported")
     return scaling.number("factor", default=1.0)
 
 
-# --- MPT, as llm-foundry writes it (Replit-code, too) and as ``transformers`` reads it.
+# --- MPT, by the configs of llm-foundry (Replit-code, too) and the code of ``transformers``.
 
 MPT = Layout(
     embedding="transformer.wte",
@@ -267,7 +270,7 @@ MPT_NORMS = {
 
 
 def mpt(settings: Settings) -> Family:
-    """Return what a ``config.json`` says of an MPT. ``transformers`` ignores ``alibi_bias_max`` and ``logit_scale``."""
+    """Return the family of an MPT config; ``transformers`` ignores ``alibi_bias_max`` and ``logit_scale``."""
     attention = settings.part("attn_config")
     if not attention.switch("alibi", default=True):
         raise attention.refuse("alibi", "true", "models with other positions than ALiBi's are not loaded")
@@ -285,11 +288,12 @@ def mpt(settings: Settings) -> Family:
     bias_max = attention.number("alibi_bias_max", default=8)
     feed_forward, block = _mpt_feed_forward(settings, width)
     if not attention.switch("fused_qkv", default=True):
+        # Separate matrices for queries, keys and values.
         block = MPT_APART | {name: ours for name, ours in block.items() if name != "attn.Wqkv"}
     has_bias = not settings.switch("no_bias", default=True)
     if settings.switch("attention_bias", default=has_bias) != has_bias:
         raise settings.refuse("attention_bias", f"{has_bias} with no_bias {not has_bias}", UNKNOWN)
-    clips = attention.get("clip_qkv", default=0) != 0  # 0, too, is none
+    clips = attention.get("clip_qkv", default=0) != 0  # both null and 0 mean no clipping
     window = attention.get("sliding_window_size", default=-1)
     if window != -1:
         checks.non_negative_int(attention.called("sliding_window_size"), window)
@@ -312,7 +316,7 @@ def mpt(settings: Settings) -> Family:
 
 
 def _mpt_feed_forward(settings: Settings, width: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the fields of ``AlibiConfig`` for the feed-forward layers, and the names in a block."""
+    """Return the fields of ``AlibiConfig`` for the feed-forward layers, and ``Layout.block``."""
     part = settings.part("ffn_config")
     kind = part.choice("ffn_type", ("mptmlp", "mptglu"), default="mptmlp")
     function = part.part("ffn_act_fn")
@@ -348,7 +352,7 @@ def _mpt_logit_scale(settings: Settings, width: int) -> float:
     return settings.number("logit_scale", default=1.0)
 
 
-# --- All of them, by the ``model_type`` of their configs.
+# --- All families, by the ``model_type`` of their configs.
 
 FAMILIES: dict[str, Callable[[Settings], Family]] = {
     "baichuan": baichuan,
@@ -361,7 +365,7 @@ FAMILIES: dict[str, Callable[[Settings], Family]] = {
 
 
 def family_of(values: dict[str, Any], path: Path) -> Family:
-    """Return what the content of a ``config.json`` describes; ``path`` is for messages."""
+    """Return the family of a ``config.json``'s content; ``path`` is for messages."""
     settings = Settings(values, str(path))
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -1,4 +1,4 @@
-"""The encoder of all backends: its forward pass, and how texts are packed, so that no padding is computed."""
+"""The encoder of all backends: its forward pass, and the packing of texts that avoids computing padding."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from alibi_core._models.transformer import BaseTextModel
 
 Numbers = np.ndarray[Any, Any]
 POOLING = ("mean", "cls")
-# Tokens that are packed together at most: so few that a CPU's caches and its allocator do well, or so many that an
-# accelerator is busy.
+# Up to this many tokens are packed into one row: few on a CPU, for its caches and its allocator; many on an
+# accelerator, to keep it busy.
 MOST_PACKED = {"cpu": 2048, "accelerator": 65_536}
 
 
@@ -27,7 +27,7 @@ class TextRows:
 
     @classmethod
     def check(cls, shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> TextRows:
-        """Check the ``lengths`` or the ``mask`` of tokens of a shape, as lists or arrays, which are waited for."""
+        """Check the ``lengths`` or the ``mask`` of tokens, lists or arrays, by reading their values on the host."""
         lengths, mask = (None if x is None else _on_host(x) for x in (lengths, mask))
         cls.check_form(shape, lengths, mask)
         if lengths is not None:
@@ -38,7 +38,7 @@ class TextRows:
 
     @staticmethod
     def check_form(shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> None:
-        """Check what :meth:`check` does, but for values: of arrays of any library that has NumPy's dtypes."""
+        """Check kinds and shapes, without values: of arrays of any library that has NumPy's dtypes."""
         if len(shape) != 2:
             raise ValueError(f"tokens must have shape (batch, length), got {shape}")
         if lengths is not None and mask is not None:
@@ -47,7 +47,7 @@ class TextRows:
             ("lengths", lengths, "iu", "integers"),
             ("mask", mask, "biu", "booleans, or integers"),
         ):
-            # Of an empty list, the kind says nothing.
+            # The dtype of an empty list is float64: only check arrays with elements.
             if given is not None and given.size and given.dtype.kind not in kinds:
                 raise TypeError(f"{name} must be {words}, got {given.dtype}")
         if lengths is not None and lengths.shape != shape[:1]:
@@ -56,10 +56,10 @@ class TextRows:
             raise ValueError(f"mask must have the shape of tokens, {shape}, got {mask.shape}")
 
     def check_in_table(self, name: str, numbers: Any, size: int) -> None:
-        """Check that a table of ``size`` embeddings has a row for each number of text; those of padding may be any.
+        """Check that ids of text are rows of a table of ``size`` embeddings; ids in padding may be any.
 
-        JAX would make NaN of others, MLX would read memory that is something else. Numbers on an accelerator are not
-        checked, as the host would have to wait for them.
+        With wrong ids JAX returns NaN, and MLX reads foreign memory. Ids on an accelerator are not checked: the host
+        would have to wait for them.
         """
         values = None if numbers is None or not self.text.any() else host_values(numbers)
         checks.in_table(name, None if values is None else values[self.text], size)
@@ -71,18 +71,19 @@ class TextRows:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether padding stands between text somewhere, where distances count it: such rows cannot be packed."""
+        """Whether a row has padding between tokens of text. Distances count it, so the batch cannot be packed."""
+        # True where a run of text starts; more than one run in a row is a gap.
         starts = np.diff(self.text.astype(np.int8), prepend=0, axis=1) == 1
         return bool((starts.sum(axis=1) > 1).any())
 
     @property
     def counts(self) -> list[int]:
-        """How many tokens of each row are text."""
+        """Number of tokens of text in each row."""
         return [int(count) for count in self.text.sum(axis=1)]
 
     @property
     def places(self) -> Numbers:
-        """Where text stands in the batch, ``[tokens of text]``, rows counted through."""
+        """Indices of text in the flattened batch, ``[tokens of text]``."""
         return np.flatnonzero(self.text)
 
     @property
@@ -91,13 +92,14 @@ class TextRows:
         return np.nonzero(self.text)[0].astype(np.int32)
 
     def packs(self, most: int) -> Iterator[tuple[Numbers, Numbers]]:
-        """Yield ``places`` and ``row_of_place`` in parts: as many rows as have ``most`` tokens together, or one row."""
+        """Yield ``places`` and ``row_of_place`` in parts of consecutive rows: at most ``most`` tokens, or one row."""
         starts, size = [0], 0
         for row, count in enumerate(self.counts):
             if size > 0 and size + count > most:
                 starts.append(row)
                 size = 0
             size += count
+        # Row indices are sorted, so each pack is a slice.
         edges = np.searchsorted(self.row_of_place, [*starts[1:]])
         yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
 
@@ -107,7 +109,7 @@ def _on_host(value: Any) -> Numbers:
 
 
 class BaseEncoder(BaseTextModel):
-    """Base of the encoders of all backends, which define ``_most_packed(tokens)``, how many are packed at most."""
+    """Base of the encoders of all backends. A backend defines ``_most_packed(tokens)``: the most tokens in a pack."""
 
     @explains_keywords
     def __call__(
@@ -123,15 +125,15 @@ class BaseEncoder(BaseTextModel):
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
-            mask, segment_ids, positions: As for :class:`AlibiTransformer`. All of ``tokens`` are computed, padding too;
-                see :meth:`encode`.
+            mask, segment_ids, positions: As in :class:`AlibiTransformer`: visible keys, packed sequences and explicit
+                positions. All ``tokens`` are computed, padding too; :meth:`encode` avoids that.
             token_types: ``[batch, length]`` integers below ``config.token_types``. Default: all 0.
 
         Returns:
             ``[batch, length, embed_dim]``.
 
         Raises:
-            ValueError: If ``token_types`` have another shape, or are given to a model without such embeddings.
+            ValueError: If ``token_types`` have another shape than ``tokens``, or the model has no token types.
         """
         x = self.embed(tokens, token_types=token_types)
         return self.transformer(x, mask=mask, segment_ids=segment_ids, positions=positions)
@@ -153,19 +155,19 @@ class BaseEncoder(BaseTextModel):
     ) -> Any:
         """Return a vector for each text.
 
-        Padding is not computed: texts of several lengths are packed into rows, and cost what their tokens cost.
-        Padding between tokens of one text counts in the distances and is computed. The host has to know where padding
-        is, so an accelerator waits once.
+        Padding is not computed: texts of different lengths are packed into rows. Padding between tokens of one text
+        counts in the distances and is computed. The host must read where padding is, so an accelerator is synchronised
+        once.
 
         Args:
-            tokens: ``[batch, length]`` integers below ``vocab_size``; those of padding may be any.
-            lengths: ``[batch]`` integers, how many tokens of each row are text, from the first on.
+            tokens: ``[batch, length]`` integers below ``vocab_size``; ids in padding may be any.
+            lengths: ``[batch]`` integers, the number of tokens of text at the start of each row.
             mask: ``[batch, length]`` booleans or integers, 0 for padding, in place of lengths.
             token_types: ``[batch, length]`` integers below ``config.token_types``. Default: all 0.
-            pooling: ``"mean"``: the mean of the vectors of a text's tokens. ``"cls"``: that of its first token.
+            pooling: ``"mean"``: the mean of the vectors of a text's tokens. ``"cls"``: the vector of its first token.
 
         Returns:
-            ``[batch, embed_dim]``, in float32 at least: zeros for a row without text.
+            ``[batch, embed_dim]``, float32 or float64; zeros for a row without text.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
@@ -190,6 +192,7 @@ class BaseEncoder(BaseTextModel):
         rows = self._text_rows(tokens, token_types, lengths, mask)
         vectors = self._text_vectors(tokens, token_types, rows)  # [tokens of text, embed_dim]
         xp = namespace_of(vectors)
+        # Means are computed in float32 at least.
         vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
         pooled, start = [], 0
         for count in rows.counts:
@@ -205,17 +208,20 @@ class BaseEncoder(BaseTextModel):
         def placed(values: Numbers) -> Any:
             return asarray(xp, values, None, device_of(xp, tokens))
 
+        # Without padding, one call on the batch as it is.
         if rows.is_full:
             return self(tokens, token_types=token_types).reshape(-1, width)
         if rows.has_gaps:
             text = placed(rows.text)
-            # Tables of embeddings need no row for the numbers that stand in padding.
+            # Ids in padding may be out of range: replace them by 0.
             tokens, token_types = (None if x is None else x * astype(xp, text, x.dtype) for x in (tokens, token_types))
+            # Gaps count in distances, so rows are computed with a padding mask.
             hidden = self(tokens, mask=text[:, None, None], token_types=token_types)
             return hidden.reshape(-1, width)[placed(rows.places)]
         vectors = []
         for places, segment_ids in rows.packs(self._most_packed(tokens)):
             index = placed(places)
+            # [1, tokens of text]: one packed row
             packed, types = (None if x is None else x.reshape(-1)[index][None] for x in (tokens, token_types))
             vectors.append(self(packed, segment_ids=placed(segment_ids)[None], token_types=types)[0])
         return self._xp.concatenate(vectors)

@@ -1,11 +1,11 @@
-"""Encoders with ALiBi: a catalogue of families, and what a ``config.json`` says of one.
+"""Encoders with ALiBi: a catalogue of families, and the family of a ``config.json``.
 
-Each entry of ``ENCODERS`` states what the original code of a family does. All of them have in common:
+Each entry of ``ENCODERS`` describes the original code of a family. All families have in common:
 
-- embeddings: those of the token and of its type, added, then a layer norm; none of positions;
+- embeddings: the embeddings of the token and of its type are added, then a layer norm follows; none of positions;
 - scores ``query @ key.mT / sqrt(head_dim) - slope * |i - j|``: the bias is symmetric, counted from the query's own
   position, and not scaled; keys that are padding get a large negative number;
-- the canonical slopes, which for a number of heads that is no power of 2 take every other slope of twice as many;
+- the canonical slopes; heads beyond a power of 2 have every other slope of twice as many heads;
 - post-norm: the output of a layer is added to its input, and the sum is normed; no norm follows the last block;
 - biases of the projections and of the feed-forward layer's output.
 """
@@ -23,26 +23,26 @@ from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, Layout, Settings
 from alibi_core._slopes import slope_values
 
-MODEL_TYPE = "bert"  # of all families
+MODEL_TYPE = "bert"  # the model_type in the config.json of all families
 
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What the original code of a family does, and what its checkpoints call things."""
+    """The original code of a family, and the names in its checkpoints."""
 
     original: str  # the class that defines it, and models of that class
-    bias: Contract  # how it forms its bias; the exact one, which is used here, is the same to rounding in float32
-    block: str  # as for AlibiConfig
-    modules: dict[str, str]  # of a block, as for Layout
-    activation: str | None  # entry of config.json that names the activation; None for "gelu", always
+    bias: Contract  # how the original computes its bias; the exact contract used here equals it up to float32 rounding
+    block: str  # AlibiConfig.block
+    modules: dict[str, str]  # Layout.block
+    activation: str | None  # entry of config.json that names the activation; None if it is always "gelu"
     up_bias: bool = False  # whether the first projection of the feed-forward layer has a bias
-    # Whether config.json must say "position_embedding_type": "alibi", as other models of the class have embeddings of
-    # positions. Otherwise the class has nothing but ALiBi, whatever the entry says.
+    # Whether config.json must say "position_embedding_type": "alibi", because other models of the class have position
+    # embeddings. If False, the class supports ALiBi only and the entry is ignored.
     says_alibi: bool = True
 
     @property
     def layout(self) -> Layout:
-        """Names of the tensors in the checkpoint of a model with a head; one without is saved without ``bert.``."""
+        """Names of the tensors of a model with a head; without a head, names lack the prefix ``bert.``."""
         return Layout(
             embedding="bert.embeddings.word_embeddings",
             token_type_embedding="bert.embeddings.token_type_embeddings",
@@ -50,7 +50,7 @@ class EncoderFacts:
             blocks="bert.encoder.layer",
             block=self.modules,
             norm=None,
-            # Heads that read embeddings, and a bias that was saved as a buffer.
+            # Task heads, and an ALiBi bias that was saved as a buffer.
             ignored=(r"(bert\.)?pooler\..*", r"(cls|classifier|qa_outputs)\..*", r"(bert\.)?encoder\.alibi"),
         )
 
@@ -114,12 +114,13 @@ ENCODERS = {
 
 
 def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> Family:
-    """Return what a ``config.json`` and the names of a checkpoint's tensors say of an encoder.
+    """Return the family of an encoder, from its ``config.json`` and the names of its checkpoint's tensors.
 
-    Configs of these families look alike, and may lack what would tell them apart. So the names of the first block's
-    modules decide, and the config must agree. ``path`` is for messages.
+    The configs of different families can be identical. So the module names of the first block decide, and the config
+    must agree. ``path`` is for messages.
     """
     settings = Settings(values, str(path))
+    # The family with the most module names in the checkpoint.
     name, facts = max(ENCODERS.items(), key=lambda entry: entry[1].layout.as_in(tensors).count_known(tensors))
     if facts.says_alibi and values.get("position_embedding_type") != "alibi":
         raise settings.refuse("position_embedding_type", "'alibi'", "a BERT with embeddings of positions is not loaded")
@@ -162,7 +163,7 @@ def _activation(settings: Settings, facts: EncoderFacts) -> str:
 
 
 def _saved_slopes(settings: Settings, entry: str) -> tuple[float, ...] | None:
-    """Return the slopes that ``with_alibi`` left in a config, if it did."""
+    """Return the slopes that ``with_alibi`` saved in a config; None if the entry is absent."""
     values = settings.get(entry, default=None)
     if values is not None and not isinstance(values, list):
         raise TypeError(f"{entry} in {settings.place} must be a list of numbers, got {type(values).__name__}")

@@ -1,4 +1,4 @@
-"""The language model of all backends: its forward pass, and how it chooses the tokens that follow a text."""
+"""The language model of all backends: its forward pass, and generation of tokens."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from alibi_core._models.attention_layer import scaled
 from alibi_core._models.encoder import TextRows
 from alibi_core._models.transformer import BaseTextModel, as_tuple
 
-_LEAST_TEMPERATURE = 2.0**-126  # the least normal number of float32, which logits are divided in
+_LEAST_TEMPERATURE = 2.0**-126  # smaller ones are raised to this, the smallest normal number of float32
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How tokens are chosen from logits, and when a row has ended; checked. Hashable, as compilers ask for.
+    """The validated rules for choosing tokens from logits and for ending rows. Hashable, for compilers.
 
     Attributes:
-        temperature: What logits are divided by before tokens are drawn; 0 takes the likeliest token.
-        top_k: How many of the likeliest tokens may be drawn; None for all.
-        top_p: The share of probability that the likeliest tokens, those that may be drawn, have to reach; None for all.
+        temperature: Divisor of logits before tokens are drawn; 0 takes the likeliest token.
+        top_k: Number of the likeliest tokens to draw from; None for all.
+        top_p: Draw from the fewest likeliest tokens whose probabilities sum to at least this; None for all.
         eos_token_ids: The tokens that end a row.
-        pad_token_id: What follows them; None if there are none.
+        pad_token_id: The token after the end of a row; None if rows do not end.
     """
 
     temperature: float = 0.0
@@ -61,7 +61,7 @@ class Generation:
         pad_token_id: Any = None,
         is_padded: bool = False,
     ) -> Generation:
-        """Check the arguments that ``generate`` has in all backends; ``is_padded`` if prompts differ in length."""
+        """Check the arguments of ``generate``; ``is_padded`` says whether prompts differ in length."""
         checks.non_negative_int("max_new_tokens", max_new_tokens)
         temperature = checks.non_negative_number("temperature", temperature)
         for name, given in (("top_k", top_k), ("top_p", top_p)):
@@ -102,34 +102,36 @@ class Generation:
         )
 
     def filter_logits(self, logits: Any) -> Any:
-        """Return the logits, ``[..., vocab_size]`` float32, of the tokens that may be drawn; the largest is 0.
+        """Return the logits divided by the temperature, ``[..., vocab_size]`` float32, -inf for excluded tokens.
 
-        Tokens that are not drawn have -inf. First come those that are not among the ``top_k`` likeliest, then of the
-        rest, those that come after the likeliest ones have reached ``top_p``. Tokens as likely as the last of these are
-        drawn as well.
+        The largest logit is 0. ``top_k`` excludes all but the likeliest tokens; then ``top_p`` excludes the tokens
+        after the likeliest ones have reached it. A token as likely as the last included token is included.
         """
         xp = namespace_of(logits)
         logits = astype(xp, logits, xp.float32)
-        # From the maximum down, so that a small temperature gives large negative numbers and no infinite ones.
+        # Subtract the maximum before the division: a small temperature must not give +inf.
         logits = (logits - xp.max(logits, axis=-1, keepdims=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
             return logits
         none = asarray(xp, -math.inf, xp.float32, device_of(xp, logits))
         ordered = -xp.sort(-logits, axis=-1)
         if self.top_k is not None:
+            # [..., 1]: the smallest logit of the top_k likeliest tokens
             least = ordered[..., self.top_k - 1 : self.top_k]
             logits, ordered = (xp.where(x < least, none, x) for x in (logits, ordered))
         if self.top_p is not None:
             weights = xp.exp(ordered)
+            # Weight of all likelier tokens; a token is drawn if that is below top_p.
             before = running_sum(xp, weights) - weights
             is_drawn = before < self.top_p * xp.sum(weights, axis=-1, keepdims=True)
             logits = xp.where(logits < xp.min(xp.where(is_drawn, ordered, -none), axis=-1, keepdims=True), none, logits)
         return logits
 
     def next_tokens(self, chosen: Any, ended: Any | None) -> tuple[Any, Any | None]:
-        """Return the tokens that follow, the pad token in rows that had ended, and which rows have ended with them.
+        """Return the next tokens, with the pad token in rows that had ended before, and a mask of ended rows.
 
-        ``chosen`` is the model's choice, a token a row; ``ended``, of its shape, is None if no row can have ended.
+        ``chosen`` holds the model's choice, one token a row; ``ended`` has the same shape, or is None if no row can
+        have ended yet.
         """
         if not self.eos_token_ids:
             return chosen, None
@@ -144,11 +146,12 @@ class Generation:
 class BaseLanguageModel(BaseTextModel):
     """Base of the language models of all backends.
 
-    The matrix that embeds the tokens and reads out the logits starts with a variance of ``1 / embed_dim``, which gives
-    logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
+    The matrix of token embeddings, which also computes the logits if the head is tied, is initialised with variance
+    ``1 / embed_dim``: logits have unit variance. Embeddings are multiplied by ``sqrt(embed_dim)`` and have unit
+    variance, too.
 
-    A backend defines ``_tied_head(hidden)``, the logits by that matrix, ``_sources(key, number)``, a source of random
-    numbers for each step, and ``_choose(logits, rules, source)``, a token a row, ``[batch]``.
+    A backend defines ``_tied_head(hidden)``, the logits by that matrix; ``_sources(key, number)``, a source of random
+    numbers for each step; and ``_choose(logits, rules, source)``, one token a row, ``[batch]``.
     """
 
     @explains_keywords
@@ -165,10 +168,11 @@ class BaseLanguageModel(BaseTextModel):
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
-            mask, segment_ids, caches, positions: As for :class:`AlibiTransformer`.
+            mask, segment_ids, caches, positions: As in :class:`AlibiTransformer`: visible keys, packed sequences,
+                key-value caches and explicit positions.
 
         Returns:
-            ``[batch, length, vocab_size]``. In JAX, with caches, the pair of that and the longer caches.
+            ``[batch, length, vocab_size]``. In JAX, with caches, the pair of the logits and the updated caches.
         """
         rules = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
         result = self.transformer(self.embed(tokens), caches=caches, **rules)
@@ -199,34 +203,34 @@ class BaseLanguageModel(BaseTextModel):
         pad_token_id: int | None = None,
         key: Any | None = None,
     ) -> Any:
-        """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
+        """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all tokens before it. Dropout is off.
 
-        Prompts may differ in length. Each goes on as it would alone: the new tokens follow its own, and padding comes
-        last.
+        Prompts may differ in length. The result of each prompt is the same as alone: new tokens follow directly, and
+        padding comes last.
 
         Args:
             tokens: ``[batch, length]`` integers, the prompts, of at least one token.
-            max_new_tokens: How many tokens to add to each; may be 0.
-            lengths: ``[batch]`` integers, how many tokens of each prompt count; padding follows them.
+            max_new_tokens: Number of tokens to add to each prompt; may be 0.
+            lengths: ``[batch]`` integers, the number of tokens of each prompt; padding follows them.
             mask: ``[batch, length]`` booleans or integers, 0 for padding, on either side, in place of lengths.
             temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
                 the model's own distribution, less is more cautious.
-            top_k: Draw from this many of the likeliest tokens alone.
-            top_p: Then draw from the likeliest of those alone, as many as it takes for their share of the probability
-                to reach this.
+            top_k: Draw only from this many of the likeliest tokens.
+            top_p: Draw only from the fewest likeliest tokens (after ``top_k``) whose probabilities sum to at least
+                this.
             eos_token_id: A token, or several, that ends a row.
-            pad_token_id: What a row is filled with that has ended, or is shorter than others. Default
-                ``eos_token_id``, the first of several, or 0.
-            key: The framework's random key, from which the draws follow. Default MLX's global one; JAX has none.
+            pad_token_id: Token that fills rows that have ended or are shorter than others. Default: ``eos_token_id``,
+                the first of several, or 0.
+            key: The framework's random key, which determines the draws. Default: MLX's global key; JAX has no default.
 
         Returns:
-            ``[batch, length + max_new_tokens]``, of the dtype of ``tokens``.
+            ``[batch, length + max_new_tokens]``, in the dtype of ``tokens``.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
             ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, JAX's key is
-                missing, or ``tokens`` is not ``[batch, length]`` with a token in each row, or has one that the model
-                has no embedding of.
+                missing, or ``tokens`` is not ``[batch, length]`` with a token in each row, or has a token without an
+                embedding.
         """
         draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
@@ -236,9 +240,10 @@ class BaseLanguageModel(BaseTextModel):
         return prompts.followed_by(self._generate(prompts, max_new_tokens, rules, key), rules.pad_token_id or 0)
 
     def _generate(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
-        """Return the tokens that follow, ``[batch, 1]`` each."""
+        """Return a list of the ``number`` new tokens, ``[batch, 1]`` each."""
         if number == 0:
             return []
+        # Restored afterwards: the caller may be training.
         before = [(module, module.training) for module in self.modules()]  # parents first
         self.eval()
         try:
@@ -248,7 +253,7 @@ class BaseLanguageModel(BaseTextModel):
                 module.train(training)
 
     def _extend(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
-        """Return the ``number`` tokens that follow; JAX compiles the steps."""
+        """Return a list of the ``number`` new tokens, in evaluation mode; JAX overrides this to compile the steps."""
         batch_size, length = prompts.tokens.shape
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + number - 1)
@@ -256,6 +261,7 @@ class BaseLanguageModel(BaseTextModel):
 
         def step(unread: Any, ended: Any, index: int) -> tuple[Any, Any]:
             lengths = prompts.lengths if index == 0 else None
+            # Only the first step reads whole prompts, of different lengths; later steps read one token.
             hidden = last_tokens(self.transformer(self.embed(unread), caches=caches, lengths=lengths), lengths)
             chosen = self._choose(self.read_out(hidden), rules, sources[index])  # [batch]
             return rules.next_tokens(astype(namespace_of(chosen), chosen, unread.dtype)[:, None], ended)
@@ -265,24 +271,25 @@ class BaseLanguageModel(BaseTextModel):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts to go on with, padded behind."""
+    """Prompts in a batch, padded at the end."""
 
     tokens: Any  # [batch, length]
-    lengths: Any | None  # [batch] int32: how many tokens of each row count; None for all
+    lengths: Any | None  # [batch] int32: number of tokens in each row without padding; None without padding
 
     @classmethod
     def check(cls, tokens: Any, lengths: Any | None, mask: Any | None) -> Prompts:
-        """Check the ``lengths`` or the ``mask`` of tokens, which are waited for, and move padding behind text."""
+        """Check the ``lengths`` or the ``mask`` of tokens, by reading their values, and move padding behind text."""
         if lengths is None and mask is None:
             return cls(tokens, None)
         rows, xp = TextRows.check(tuple(tokens.shape), lengths, mask), namespace_of(tokens)
         if 0 in rows.counts:
             raise ValueError(f"tokens must have a token of text in each row, got lengths {rows.counts}")
+        # A stable sort keeps the order of text tokens: padding goes last.
         order, device = np.argsort(~rows.text, axis=1, kind="stable"), device_of(xp, tokens)
         tokens = along_axis(xp, tokens, asarray(xp, order.astype(np.int32), xp.int32, device), 1)
         lengths = asarray(xp, rows.counts, xp.int32, device)
         is_padding = arange(xp, tokens.shape[1], device)[None] >= lengths[:, None]
-        return cls(xp.where(is_padding, xp.zeros_like(tokens), tokens), lengths)  # padding may be no token of the model
+        return cls(xp.where(is_padding, xp.zeros_like(tokens), tokens), lengths)  # padding ids may lack an embedding
 
     def followed_by(self, new: list[Any], pad: int) -> Any:
         """Return each prompt with its new tokens, then padding: ``[batch, length + len(new)]``."""
@@ -291,18 +298,20 @@ class Prompts:
         if self.lengths is None:
             return joined
         length, device = self.tokens.shape[1], device_of(xp, self.tokens)
+        # [1, length + new] and [batch, 1]
         places, ends = arange(xp, length + len(new), device)[None], self.lengths[:, None]
         is_new, is_padding = places >= ends, places >= ends + len(new)
-        # Where to find the token of each place: in its prompt, or among the new ones.
+        # Index of each place's token in `joined`: in the prompt, or among the new tokens.
         source = xp.where(is_padding, 0, xp.where(is_new, places - ends + length, places + 0 * ends))
         found = along_axis(xp, joined, source, 1)
         return xp.where(is_padding, xp.full_like(found, pad), found)
 
 
 def last_tokens(hidden: Any, lengths: Any | None) -> Any:
-    """Return what stands at the last token of each row, ``[batch, features]``, of ``[batch, length, features]``."""
+    """Return the features of each row's last token, ``[batch, features]``, from ``[batch, length, features]``."""
     if lengths is None:
         return hidden[:, -1]
+    # Gather along the length axis with an index [batch, 1, 1].
     return along_axis(namespace_of(hidden), hidden, lengths[:, None, None] - 1, 1)[:, 0]
 
 
@@ -311,9 +320,9 @@ def following(
 ) -> list[Any]:
     """Return the ``number`` tokens that follow ``tokens``, ``[batch, length]``, each ``[batch, 1]``.
 
-    ``step`` takes the tokens that the model has not read, which rows have ended before, and the number of the step. It
-    returns the tokens that follow, ``[batch, 1]``, and which rows have ended with them. If all have, and that can be
-    read, generation stops.
+    ``step`` takes the tokens that the model has not read, a mask of rows that have ended before, and the index of the
+    step. It returns the next tokens, ``[batch, 1]``, and the mask of rows that have ended by then. With ``may_stop``,
+    generation stops when all rows have ended.
     """
     found: list[Any] = []
     unread, ended = tokens, None
@@ -321,7 +330,8 @@ def following(
         had_ended = ended
         unread, ended = step(unread, ended, index)
         found.append(unread)
-        # The ends of the step before need not be waited for. All that follows them is the pad token, as now.
+        # Read the mask of the step before, which is computed already. If all rows had ended, this step and all further
+        # ones give the pad token.
         if may_stop and had_ended is not None and bool(had_ended.all()):
             found += [unread] * (number - index - 1)
             break
@@ -329,6 +339,6 @@ def following(
 
 
 def _most(dtype: Any) -> int:
-    """Return the largest number of any library's integer dtype."""
+    """Return the largest number of an integer dtype of any library."""
     unsigned, bits = re.findall(r"(u?)int(\d+)$", str(dtype))[0]
     return int(2 ** (int(bits) - (not unsigned))) - 1

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes, as the format's own reader has it
+MAX_HEADER = 100_000_000  # bytes; larger headers are refused, as in the format's own reader
 
-# The dtypes that are read, by their names in the format. NumPy has no bfloat16: its bits are a float32's upper half.
+# The supported dtypes, by their names in the format. NumPy has no bfloat16: its bits are a float32's upper half.
 _NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is, and what it is."""
+    """The place of a tensor in a file, its dtype and its shape."""
 
     path: Path
-    dtype: str  # as the format calls it: "F32", "BF16", ...
+    dtype: str  # name in the format: "F32", "BF16", ...
     shape: tuple[int, ...]
-    offset: int  # its first byte in the file
+    offset: int  # of its first byte in the file
 
     def check_dtype(self, name: str) -> None:
-        """Check that a tensor of this name holds floating numbers that can be read."""
+        """Check that the tensor has a supported floating dtype; ``name`` is for the message."""
         if self.dtype not in _NUMPY_DTYPES:
             raise ValueError(
                 f"{name} in {self.path} must be of dtype {', '.join(_NUMPY_DTYPES)}, got {self.dtype}; "
@@ -35,15 +35,16 @@ class StoredTensor:
             )
 
     def read(self) -> Any:
-        """Return its values as an array of its own, bfloat16 as float32."""
+        """Return a copy of the values in memory, bfloat16 as float32."""
         stored = np.memmap(self.path, _NUMPY_DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
         if self.dtype == "BF16":
+            # bfloat16's bits are the upper half of a float32.
             return (stored.astype(np.uint32) << 16).view(np.float32)
         return np.array(stored)
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a model, by name, from one file or as many as an index lists."""
+    """Return the tensors of a model, by name, from one file or from all files that an index lists."""
     if (directory / WHOLE).is_file():
         return _header(directory / WHOLE)
     if not (directory / INDEX).is_file():
@@ -61,7 +62,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         if not file or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} must name files of its own directory, got {file!r}")
         held = _header(directory / file)
-        # What several files hold is that of the one that the index names.
+        # If several files hold a tensor, the index decides.
         tensors |= {name: tensor for name, tensor in held.items() if places.get(name, file) == file}
     absent = [name for name in places if name not in tensors]
     if absent:
@@ -70,7 +71,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
+    """Return the object in a JSON file."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -83,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def some(names: list[Any]) -> str:
-    """Return a list of names or numbers, cut short where it is long."""
+    """Return a list of names or numbers as text: the first four, then a count."""
     return f"{names[:4]}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -92,6 +93,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         raise FileNotFoundError(f"{path.parent} must hold {path.name}, which its index names")
     size = path.stat().st_size
     with path.open("rb") as file:
+        # Format: 8 bytes of header length, the JSON header, then the data.
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             raise _damaged(path, f"{size} bytes, too few for its header")
@@ -102,14 +104,14 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             raise _damaged(path, "a header that cannot be read") from None
     end = 0
     for (start, stop), name in sorted((entries[name]["data_offsets"], name) for name in tensors):
-        if start != end:  # the format allows neither gaps nor bytes of two tensors
+        if start != end:  # the format allows neither gaps nor overlaps
             raise _damaged(path, f"{name} from byte {start} of the data on, where {end} is the next")
         end = stop
     if size != 8 + length + end:
         raise _damaged(path, f"{size} bytes where its header tells of {8 + length + end}")
     for name, tensor in tensors.items():
         if tensor.dtype not in _NUMPY_DTYPES:
-            continue  # a mask, say, which nobody reads
+            continue  # never read, for example a mask
         start, stop = entries[name]["data_offsets"]
         if stop - start != math.prod(tensor.shape) * np.dtype(_NUMPY_DTYPES[tensor.dtype]).itemsize:
             raise _damaged(path, f"{stop - start} bytes for {name} of {tensor.dtype} and shape {tensor.shape}")

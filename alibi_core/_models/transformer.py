@@ -11,16 +11,18 @@ from alibi_core._models.config import AlibiConfig, check_config
 
 
 class BaseParts(Module):
-    """Makes the sub-modules of a model.
+    """Factory of a model's sub-modules.
 
-    A backend defines how its framework makes each kind: ``linear(features, to, bias)``, ``layer_norm(features)``,
-    ``rms_norm(features)``, ``activation()``, ``dropout()`` (or None), ``embedding(count)`` with a variance of
-    ``1 / embed_dim``, ``block()``, ``transformer()``, a list of modules, ``listed``, and a sequence of modules,
-    ``chained``, which may be a list. ``attention_layer`` is the class of its layer.
+    A backend defines a method for each kind of module: ``linear(features, to, bias)``, ``layer_norm(features)``,
+    ``rms_norm(features)``, ``activation()``, ``dropout()`` (may return None), ``embedding(count)`` with variance
+    ``1 / embed_dim``, ``block()``, ``transformer()``, ``listed(modules)``, a list of modules, and
+    ``chained(modules)``, a sequence of modules, which may be a list. ``attention_layer`` is the class of its attention
+    layer.
 
     Args:
         config: Shape of the model.
-        attention: Called with ``config`` and the options, returns an attention layer. Default: ``attention_layer``.
+        attention: Function of ``config`` and the options that returns an attention layer. Default:
+            ``attention_layer``.
         options: Further arguments of the framework's modules, such as JAX's ``rngs``.
     """
 
@@ -28,7 +30,7 @@ class BaseParts(Module):
         self.config, self.factory, self.options = config, attention, options
 
     def attention(self) -> Any:
-        """Return an attention layer; the backend's own clips, norms and scales if ``config`` says so."""
+        """Return an attention layer. The backend's layer gets clipping, norms and query factor from ``config``."""
         config = self.config
         if self.factory is not None:
             return self.factory(config, **self.options)
@@ -57,10 +59,10 @@ class BaseParts(Module):
 
 
 class BaseActivation(Module):
-    """An activation; if gated, that of the first half of the features, times the second half."""
+    """An activation function; if gated, the activation of the first half of the features times the second half."""
 
     def __call__(self, x: Any) -> Any:
-        """Return ``[..., hidden]`` of ``x``, ``[..., hidden]`` or, gated, ``[..., 2 * hidden]``."""
+        """Return ``[..., hidden]``; ``x`` is ``[..., hidden]``, or ``[..., 2 * hidden]`` if gated."""
         if not self.is_gated:
             return self.function(x)
         hidden = x.shape[-1] // 2
@@ -68,7 +70,7 @@ class BaseActivation(Module):
 
 
 class BaseBlock(Module):
-    """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
+    """A block: attention and a feed-forward layer with residual connections."""
 
     def _build(self, parts: BaseParts) -> None:
         self.kind = parts.config.block
@@ -81,7 +83,8 @@ class BaseBlock(Module):
         self.feed_forward = parts.feed_forward()
 
     def __call__(self, x: Any, *, cache: Any, **rules: Any) -> Any:
-        """Return ``x``, ``[batch, length, embed_dim]``, with both contributions added; in JAX a longer cache, too."""
+        """Return the block's output, ``[batch, length, embed_dim]``; in JAX, with a cache, the updated cache, too."""
+        # Post-norm attends to the input itself, pre-norm to its norm.
         is_post_norm = self.kind in ("post_norm", "double_post_norm")
         normed = x if is_post_norm else self.attention_norm(x)
         attended, *longer = as_tuple(self.attention(normed, cache=cache, **rules))
@@ -104,6 +107,7 @@ class BaseBlock(Module):
         return self.feed_forward_norm(attended + self._fed_forward(attended))
 
     def _fed_forward(self, x: Any) -> Any:
+        # A framework's Sequential, or a list of layers.
         if callable(self.feed_forward):
             return self.feed_forward(x)
         for layer in self.feed_forward:
@@ -114,8 +118,8 @@ class BaseBlock(Module):
 class BaseTransformer(Module):
     """Base of the transformers of all backends: blocks, each on normed input, then a final norm.
 
-    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
-    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them.
+    There are no position embeddings, so inputs may have any length, also above ``config.max_len``. Post-norm blocks
+    norm their output instead, and no final norm follows.
 
     References:
         Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
@@ -139,41 +143,41 @@ class BaseTransformer(Module):
         positions: Any | None = None,
         lengths: Any | None = None,
     ) -> Any:
-        """Return ``x`` transformed.
+        """Return the output of all blocks.
 
         Args:
             x: ``[batch, length, embed_dim]``.
             mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend;
                 with JAX's caches, ``kv_len`` is their ``max_length``.
-            segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal. With caches, a pair
-                (of ``x``, of all ``kv_len`` tokens).
-            caches: One key-value cache a block, from :meth:`make_caches`. JAX's are values: give those that the call
-                before returned.
-            positions: ``[batch, length]`` or ``[batch, length, dims]``, positions of the caller's own, as for
-                ``attention``. No caches go with them.
-            lengths: With ``caches``, ``[batch]`` integers: how many tokens of each row of ``x`` count.
+            segment_ids: ``[batch, length]`` integers; tokens attend only to tokens with the same id. With caches, a
+                pair (of ``x``, of all ``kv_len`` tokens).
+            caches: One key-value cache a block, from :meth:`make_caches`. JAX's caches are immutable: pass the caches
+                that the previous call returned.
+            positions: ``[batch, length]`` or ``[batch, length, dims]``, explicit positions, as in ``attention``.
+                Excludes ``caches``.
+            lengths: With ``caches``, ``[batch]`` integers: the number of tokens in each row of ``x`` without padding.
 
         Returns:
-            ``[batch, length, embed_dim]``, of the dtype of ``x``. In JAX, with caches, the pair of that and the longer
-            caches.
+            ``[batch, length, embed_dim]``, in the dtype of ``x``. In JAX, with caches, the pair of the output and the
+            updated caches.
 
         Raises:
             TypeError: If ``x`` is no array, or ``caches`` are no sequence.
-            ValueError: If ``x`` has another shape, or there is not one cache a block.
+            ValueError: If ``x`` has another shape, or the number of caches is not the number of blocks.
         """
         self._check_input(x, caches)
         given = [None] * len(self.blocks) if caches is None else caches
         before = cache_lengths(given)
         longer: list[Any] = []
         rules = {"mask": mask, "segment_ids": segment_ids}
-        # A layer of the caller's own knows these only where they are given.
+        # A custom attention layer may lack these arguments: pass them only if given.
         rules |= {name: x for name, x in (("positions", positions), ("lengths", lengths)) if x is not None}
         try:
             for block, cache in zip(self.blocks, given, strict=True):
                 x, *rest = as_tuple(block(x, cache=cache, **rules))
                 longer += rest
         except Exception:
-            truncate(before)  # tokens that one block refuses must not stay in the caches of those before it
+            truncate(before)  # if one block raises, remove the new tokens from the caches of earlier blocks
             raise
         if not self.config.is_post_norm:
             x = self.norm(x)
@@ -187,7 +191,7 @@ class BaseTransformer(Module):
         width, count = self.config.embed_dim, len(self.blocks)
         if len(checks.array("x", x).shape) != 3 or x.shape[-1] != width:
             raise ValueError(f"x must have shape (batch, length, embed_dim {width}), got {tuple(x.shape)}")
-        # JAX's caches are tuples themselves.
+        # A single JAX cache is a tuple, hence a Sequence: recognise it by its method.
         if caches is not None and (hasattr(caches, "attend") or not isinstance(caches, Sequence)):
             raise TypeError(f"caches must be a list of one a block ({count}), got {type(caches).__name__}")
         if caches is not None and len(caches) != count:
@@ -197,7 +201,7 @@ class BaseTransformer(Module):
 class BaseTextModel(Module):
     """Base of language models and encoders: a transformer on the embeddings of tokens."""
 
-    _xp: Any = None  # torch or mlx.core, if tokens must be arrays of it; JAX takes NumPy's, too
+    _xp: Any = None  # torch or mlx.core if tokens must be its arrays; None in JAX, which also takes NumPy's
 
     def _build(self, parts: BaseParts, vocab_size: int, *, is_causal: bool) -> None:
         config = self.config = check_config(parts.config, is_causal=is_causal)
@@ -213,11 +217,12 @@ class BaseTextModel(Module):
     def _embed(self, tokens: Any, token_types: Any | None = None) -> Any:
         x = scaled(self._look_up(self.embedding, tokens), self.config.embedding_factor)
         if self.config.token_types and not self.config.is_causal:
+            # Default: all tokens have type 0.
             x = x + self._look_up(self.token_type_embedding, tokens * 0 if token_types is None else token_types)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def _look_up(self, table: Any, numbers: Any) -> Any:
-        """Return a table's rows for integers of any dtype."""
+        """Return the rows of an embedding table; ``numbers`` may have any integer dtype."""
         return table(numbers)
 
     @property
@@ -226,5 +231,5 @@ class BaseTextModel(Module):
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """Return a module's result as a tuple: with JAX's caches, which are values, it is one."""
+    """Return a module's result as a tuple; with JAX's caches it is a pair already."""
     return result if isinstance(result, tuple) else (result,)

@@ -1,10 +1,12 @@
-"""The contract of a backend: what it may import from the core. docs/backend.md says what to write.
+"""The interface for backends: everything that a backend may import from the core. See docs/backend.md.
 
-A backend takes an :class:`AttentionCall`, which says what is to be computed, and decides how. Five modules have more:
+A backend takes an :class:`AttentionCall`, the validated arguments, and decides how to compute it. Five modules have
+more:
 
-- ``checks``: arguments of public functions, each error with the fix;
-- ``horizon``: which keys matter, and in which rectangles of scores to compute;
-- ``caches``, ``models``, ``sharding``: what caches, layers and models, and parallel attention of all backends share.
+- ``checks``: checks of public arguments, each error with the fix;
+- ``horizon``: the keys that matter, and the rectangles of scores to compute;
+- ``caches``, ``models``, ``sharding``: shared code of all backends for caches, for layers and models, and for parallel
+  attention.
 """
 
 from alibi_core._attention import dense_attention as dense_attention

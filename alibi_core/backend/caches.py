@@ -13,10 +13,10 @@ from alibi_core._arrays import Namespace, checks, host_values, namespace_of
 def check_new_tokens(
     xp: Namespace, key: Any, value: Any, sizes: tuple[int, ...], dtype: Any, length_axis: int = 2
 ) -> None:
-    """Check that new keys and values fit each other and a cache, in all but their number.
+    """Check that new keys and values fit each other and a cache; their number of tokens is not checked.
 
     ``sizes`` are the cache's ``(batch, num_kv_heads, head_dim of keys, head_dim of values)``; ``length_axis`` is the
-    one of the four axes that counts tokens.
+    axis of tokens, 1 or 2.
     """
     for name, new in (("key", key), ("value", value)):
         if len(getattr(new, "shape", ())) != 4:
@@ -36,23 +36,24 @@ def check_new_tokens(
 
 @dataclass(frozen=True)
 class RowTokens:
-    """New tokens of rows that hold different numbers of them, and where they go; all in NumPy."""
+    """Indices for appending a padded batch of new tokens to a cache whose rows have different lengths; in NumPy."""
 
-    rows: np.ndarray[Any, Any]  # of each token that counts
-    columns: np.ndarray[Any, Any]  # where it lies among the new tokens of its row
-    slots: np.ndarray[Any, Any]  # where it goes in the cache
-    ends: np.ndarray[Any, Any]  # [batch]: how many tokens each row then holds
+    rows: np.ndarray[Any, Any]  # [new tokens without padding]: the batch row of each
+    columns: np.ndarray[Any, Any]  # its index among the new tokens of its row
+    slots: np.ndarray[Any, Any]  # its index in the cache
+    ends: np.ndarray[Any, Any]  # [batch]: the length of each row in the cache afterwards
 
     @classmethod
     def of(cls, held: Any, counts: np.ndarray[Any, Any]) -> RowTokens:
-        """Return the places of the first ``counts`` tokens of each row, of which ``held`` are held."""
+        """Return the indices of the first ``counts`` new tokens of each row; the cache holds ``held`` tokens a row."""
+        # One index pair for each token without padding, row by row.
         rows, columns = np.nonzero(np.arange(counts.max(initial=0)) < counts[:, None])
         starts = np.broadcast_to(np.asarray(held, np.int64), counts.shape)
         return cls(rows, columns, starts[rows] + columns, starts + counts)
 
 
 def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most: int = checks.MAX_POSITION) -> Any:
-    """Return numbers of tokens, ``[batch_size]`` integers from 0 to ``most``, checked as far as values can be seen."""
+    """Check lengths, ``[batch_size]`` integers from 0 to ``most``, and return them. Traced values are not checked."""
     namespace = namespace_of(checks.array(name, lengths), xp=xp, names=(name,))
     shape = tuple(checks.integer_array(namespace, name, lengths).shape)
     if shape != (batch_size,):
@@ -64,7 +65,10 @@ def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most:
 
 
 def check_indices(xp: Namespace, indices: Any, batch_size: int) -> Any:
-    """Return which sequences to keep, checked as far as values can be seen: libraries read others at a wrong index."""
+    """Check indices of sequences, and return them: not every library raises for an out-of-range index.
+
+    Traced values are not checked.
+    """
     namespace = namespace_of(checks.array("indices", indices), xp=xp, names=("indices",))
     values = host_values(checks.integer_array(namespace, "indices", indices))
     if values is not None and not np.all((values >= -batch_size) & (values < batch_size)):
@@ -74,7 +78,7 @@ def check_indices(xp: Namespace, indices: Any, batch_size: int) -> Any:
 
 
 def check_room(new: int, max_length: float, held: Any) -> None:
-    """Check that ``new`` tokens fit beside those that a cache has to hold, whose number may be unknown (None)."""
+    """Check that ``new`` tokens fit into a cache that holds ``held`` tokens (None if unknown)."""
     if (held or 0) + new > max_length:
         raise ValueError(
             f"cache must have room for {new} more tokens, got max_length {max_length} with "
@@ -83,7 +87,7 @@ def check_room(new: int, max_length: float, held: Any) -> None:
 
 
 def check_span(length: int, q_len: int) -> None:
-    """Check that a cache holds the tokens of ``q_len`` queries."""
+    """Check that a cache of ``length`` tokens holds the keys of all ``q_len`` queries."""
     if length == 0 < q_len:
         raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
     if length < q_len:
@@ -91,7 +95,7 @@ def check_span(length: int, q_len: int) -> None:
 
 
 def cache_summary(name: str, shape: tuple[int, ...], length: Any, capacity: Any, nbytes: int) -> str:
-    """Return how a cache prints itself; ``shape`` is ``(batch, num_kv_heads, head_dim)``."""
+    """Return the ``repr`` of a cache; ``shape`` is ``(batch, num_kv_heads, head_dim)``."""
     batch, heads, head_dim = shape
     return (
         f"{name}(batch_size={batch}, num_kv_heads={heads}, head_dim={head_dim}, length={length}, "

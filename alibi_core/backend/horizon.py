@@ -1,3 +1,3 @@
-"""How far a key can matter: measured norms, ranges of keys, and the rectangles of scores in which to compute."""
+"""The distance beyond which keys do not matter: measured norms, ranges of keys, and rectangles of scores to compute."""
 
 from alibi_core._horizon import *  # noqa: F403

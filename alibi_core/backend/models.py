@@ -1,3 +1,3 @@
-"""What layers and models of all backends share: configurations, checkpoints, rows of text, generation."""
+"""Shared code of all backends' layers and models: configurations, checkpoints, rows of text, generation."""
 
 from alibi_core._models import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""How a sequence is divided among devices, and which tokens the queries of a shard need beyond it."""
+"""Shards of a sequence on several devices, and the tokens that the queries of a shard need from other shards."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from alibi_core._arrays import Namespace, checks
 from alibi_core._horizon import reach
 
-HALO_SHARE = 0.25  # of the tolerance, for keys that are not sent; the rest is for keys that a kernel leaves out
+HALO_SHARE = 0.25  # share of the tolerance for keys that are not sent; the rest is for keys that a kernel skips
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A sequence of ``length`` tokens, of which each of ``num_shards`` devices holds ``shard_len`` in a row.
+    """A sequence of ``length`` tokens in contiguous shards of ``shard_len`` tokens on ``num_shards`` devices.
 
     Args:
-        num_shards: How many devices share the sequence.
+        num_shards: Number of devices that share the sequence.
         shard_len: Tokens in a shard.
-        length: Tokens of the sequence; what lies beyond is padding. Default: as many as there is room for.
+        length: Tokens of the sequence; the rest of the shards is padding. Default: ``num_shards * shard_len``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -47,30 +47,32 @@ class Shards:
 
     @property
     def has_padding(self) -> bool:
-        """Whether there is room for more tokens than there are."""
+        """Whether the shards have room for more tokens than the sequence has."""
         return self.length != self.num_shards * self.shard_len
 
     def tokens(self, shard: int) -> int:
-        """Return how many tokens of a shard are no padding."""
+        """Return the number of tokens in a shard, without padding."""
         assert self.length is not None  # __post_init__ sets it
         return min(max(self.length - shard * self.shard_len, 0), self.shard_len)
 
 
 def tokens_beyond(xp: Namespace, slopes: Any, excess: Any, tolerance: float, inside: Any, limit: Any) -> Any:
-    """Return how many tokens beyond its shard each query needs on one side, as whole numbers of the dtype of slopes.
+    """Return the number of tokens beyond its shard that each query needs on one side, in the dtype of slopes.
 
-    By ``excess``, ``[..., num_heads, shard_len]``, a score may exceed what bounds the log-sum-exp from below; on that
-    side each query has ``inside``, ``[shard_len]``, tokens of its shard and at most ``limit`` beyond it.
+    ``excess``, ``[..., num_heads, shard_len]``, is the most by which a score exceeds the lower bound of the query's
+    log-sum-exp. On that side each query has ``inside``, ``[shard_len]``, tokens in its shard and at most ``limit``
+    beyond it.
     """
+    # Needed distances end at horizon - 1; tokens inside the shard are there already.
     far = reach(xp, slopes, excess, tolerance) - 1 - inside
     far = xp.where(far < 0, xp.zeros_like(far), far)
     return xp.where(far < limit, far, limit)  # a NaN compares as too far
 
 
 def check_shard_slopes(name: str, slopes: Any, heads: int, head_shards: int, owners: str) -> None:
-    """Check that slopes are those of all shards' heads, of which each of ``head_shards`` owners has ``heads``.
+    """Check that slopes have one entry for each head of all shards: ``heads * head_shards``.
 
-    ``owners`` says what those are: ``"devices"`` or ``"processes"``.
+    ``owners`` names the owners of head shards in messages: ``"devices"`` or ``"processes"``.
     """
     total = heads * head_shards
     if checks.is_int(slopes):

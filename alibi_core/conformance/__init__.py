@@ -1,6 +1,6 @@
-"""Is it ALiBi? Laws that any implementation can be held to, and what one does instead that breaks them.
+"""Is it ALiBi? Laws to check any implementation against, and a diagnosis of an implementation that breaks them.
 
-An *adapter* shows an implementation to the kit, NumPy arrays in and out; :func:`check` holds it to the laws:
+An *adapter* wraps an implementation, with NumPy arrays in and out; :func:`check` checks it against the laws:
 
 >>> import numpy as np
 >>> from alibi_core import conformance
@@ -13,7 +13,7 @@ An *adapter* shows an implementation to the kit, NumPy arrays in and out; :func:
 >>> report.passed
 False
 
-Laws and mistakes have names, as have the features that an adapter may offer:
+Laws, mistakes and the features that an adapter may offer have names:
 
 >>> conformance.LAWS[0].name, conformance.LAWS[0].statement
 ('slopes', 'Slopes are those of the contract, for 1 to 128 heads')
@@ -22,7 +22,7 @@ Laws and mistakes have names, as have the features that an adapter may offer:
 >>> conformance.FEATURES["window"]
 'window_size'
 
-A package registers its adapters, so that :func:`installed_adapters` finds them, under a group of entry points:
+A package registers its adapters for :func:`installed_adapters` under this group of entry points:
 
 >>> conformance.ENTRY_POINTS
 'alibi_core.conformance'

@@ -1,4 +1,4 @@
-"""Adapters: how an implementation of ALiBi, in whatever language, shows itself to the kit."""
+"""Adapters: the interface between the kit and an implementation of ALiBi in any language."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from alibi_core._arrays import checks
 from alibi_core._contracts import named
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF
 
-MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks
+MOST_TOKENS = 544  # the longest decoded sequence: above 512, and no multiple of common block sizes
 FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")
 
-# What an attention may offer beyond causal rows of as many queries as keys; and what it is recognised by.
+# Features of an attention beyond causal rows with as many queries as keys, each with the argument or behaviour that
+# shows it.
 FEATURES = {
     "lengths": "more or fewer queries than keys",
     "offset": "q_offset other than kv_len - q_len",
@@ -46,31 +47,32 @@ _PARAMETERS = {
     "points": "positions",
 }
 _BASE = ("slopes", "grad_output", "is_causal", "q_offset")
-# No signature shows these, and an implementation without them is wrong rather than raises: they must be declared.
+# Features that no signature shows and that fail silently: they must be declared.
 TO_DECLARE = {"batch_offsets", "far", "batch_slopes", "continuations"}
 
 
 class Adapter(Protocol):
-    """An implementation, as the kit sees it: any object with any of these functions.
+    """An implementation to check: any object with at least one of these functions.
 
-    Arrays are NumPy's, both ways, heads first: query ``[batch, num_heads, q_len, head_dim]``, key and value
-    ``[batch, num_kv_heads, kv_len, head_dim]``, slopes ``[num_heads]``. They have the adapter's ``dtype``; what is
-    bfloat16, which NumPy lacks, comes as float32 that bfloat16 holds. Slopes are float32 (float64 in float64).
+    Inputs and results are NumPy arrays, heads first: query ``[batch, num_heads, q_len, head_dim]``, key and value
+    ``[batch, num_kv_heads, kv_len, head_dim]``, slopes ``[num_heads]``. They have the adapter's ``dtype``. NumPy lacks
+    bfloat16: its numbers are passed as float32, rounded to bfloat16. Slopes are float32 (float64 in float64).
 
-    All attributes may be missing.
+    All attributes are optional.
 
     Attributes:
-        name: In reports. Default, that of its class or module.
+        name: Name in reports. Default: the name of its class or module.
         dtype: ``"float32"`` (default), ``"float64"``, ``"float16"`` or ``"bfloat16"``.
-        contract: What it means to be: ``"exact"`` (default), ``"geometric"``, ``"bloom"``, ``"falcon"`` or ``"mpt"``.
-        features: Which of ``FEATURES`` it offers. If missing, they are found out: by the names of the parameters of
-            ``attention``, and by whether a call raises NotImplementedError, TypeError or ValueError; neither shows
-            ``batch_offsets``, ``batch_slopes``, ``far`` and ``continuations``, which are not tried. If given, a call
-            that raises fails.
-        tolerance: Share of a query's weight that it may leave out. Default, the rounding error of its dtype.
+        contract: The contract to check against: ``"exact"`` (default), ``"geometric"``, ``"bloom"``, ``"falcon"`` or
+            ``"mpt"``.
+        features: The names in ``FEATURES`` that it offers. If missing, features are detected: by the parameter names of
+            ``attention``, and by whether a call raises NotImplementedError, TypeError or ValueError. This cannot detect
+            ``batch_offsets``, ``batch_slopes``, ``far`` and ``continuations``, which are then not tried. If given, a
+            call that raises fails its law.
+        tolerance: Share of a query's softmax weight that it may leave out. Default: the unit roundoff of its dtype.
 
     Example:
-        Slopes alone are an adapter. These are right for one that means to be geometric:
+        An adapter may have slopes alone. These follow the contract ``"geometric"``:
 
         >>> import numpy as np
         >>> from alibi_core.conformance import check
@@ -87,16 +89,16 @@ class Adapter(Protocol):
         """Return ``[num_heads]``."""
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Any:
-        """Return ``[num_heads, q_len, kv_len]``, -inf (or nearly) where masked; the last query is at the last key."""
+        """Return ``[num_heads, q_len, kv_len]``, -inf (or below -30,000) where masked; last query and key align."""
 
     def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
         """Return ``[batch, num_heads, q_len, head_dim]``.
 
         Query, key and value are passed by position, the rest by name.
 
-        Parameters ``future_slopes``, ``window_size``, ``segment_ids``, ``mask``, ``scale`` and ``positions`` (with
-        ``distance`` and ``law``) are passed, by name, to one that has them and offers the feature, in cases that need
-        them. One without ``slopes`` has its contract's.
+        ``future_slopes``, ``window_size``, ``segment_ids``, ``mask``, ``scale`` and ``positions`` (with ``distance``
+        and ``law``) are passed by name in cases that need them, if the function has the parameter and the adapter offers the feature. A function without the
+        parameter ``slopes`` must use the slopes of its contract.
         """
 
     def attention_grad(
@@ -104,40 +106,42 @@ class Adapter(Protocol):
     ) -> Any:
         """Return the gradients of ``sum(attention * grad_output)``: ``{"query": ..., "key": ..., ...}`` or a tuple.
 
-        Users seldom ask for all gradients, and a compiler leaves out what nobody asks for. One with a parameter ``wrt``
-        is told which are asked for, ``("query",)`` or ``("key", "value")``; without it, all are. A tuple is in the
-        order of ``wrt``, or else of the parameters. ``wrt`` should have the default None, for all.
+        Users rarely need all gradients, and compilers remove unused ones. So a function with a parameter ``wrt`` gets
+        the names of the needed gradients, such as ``("query",)`` or ``("key", "value")``; its default should be None,
+        for all. Without the parameter all gradients are needed. A tuple is in the order of ``wrt``, or else of the
+        parameters.
 
-        All elements of ``grad_output`` are equal where a loss is the sum or the mean of the result. An implementation
-        that compiles its backward pass should then make ``grad_output`` inside what it compiles, as such a loss does:
-        compilers treat a constant otherwise than an argument.
+        If all elements of ``grad_output`` are equal, the loss is a sum or a mean of the result. An implementation that
+        compiles its backward pass should then make ``grad_output`` inside the compiled function, as such a loss does:
+        compilers treat constants and arguments differently.
         """
 
     def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
-        """Append some tokens to a sequence: return their causal attention to all so far, and the cache to pass next.
+        """Append tokens to a sequence: return their causal attention to all tokens so far, and the updated cache.
 
-        ``cache`` is None at the beginning, then whatever was returned. A sequence has 544 tokens at most.
+        ``cache`` is None at the beginning, then the cache that the previous step returned. A sequence has at most 544
+        tokens.
         """
 
 
 @dataclass(frozen=True)
 class Offer:
-    """An adapter, checked and resolved: its attributes, or their defaults, and its functions by name."""
+    """A validated adapter: its attributes, with defaults filled in, and its functions by name."""
 
     adapter: Any
     name: str
     dtype: str
     contract: str
     tolerance: float
-    declared: frozenset[str] | None  # features; None if they are to be found out
+    declared: frozenset[str] | None  # features; None if they must be detected
     functions: Mapping[str, Callable[..., Any]]
 
     @classmethod
     def of(cls, adapter: Any) -> Offer:
-        """Resolve an adapter.
+        """Validate an adapter and return its offer.
 
         Raises:
-            TypeError: If it offers no function, or an attribute is of the wrong kind.
+            TypeError: If it has none of the functions, or an attribute is of the wrong kind.
             ValueError: If an attribute has an unknown value.
         """
         if isinstance(adapter, Offer):
@@ -163,39 +167,41 @@ class Offer:
 
     @property
     def judged(self) -> str:
-        """The function whose parameters and calls tell what it offers."""
+        """The name of the function whose parameters and calls are used to detect features."""
         return next((x for x in ("attention", "attention_grad", "bias") if x in self.functions), "decode_step")
 
     @property
     def unknown(self) -> list[str]:
-        """Names of the parameters of that function which the kit never passes."""
+        """Names of that function's optional parameters that the kit never passes."""
         known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
         known |= {"distance", "law"}
+        # Parameters with a default: the kit may leave them out.
         parameters = _parameters(self.functions.get(self.judged)) or {}
         return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
 
     @property
     def possible(self) -> frozenset[str]:
-        """The features it declares, or those worth trying, if it declares none."""
+        """The declared features; if none are declared, the features that its parameters allow."""
         found = set(FEATURES if self.declared is None else self.declared)
         if "wrt" not in (_parameters(self.functions.get("attention_grad")) or {}):
-            found.discard("some_gradients")  # which those that take any argument mean not to offer
+            found.discard("some_gradients")  # **kwargs does not count as a parameter wrt
         if self.declared is None:
+            # Without a declaration: no silent features, and no features without a parameter.
             found -= TO_DECLARE
             found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
         return frozenset(found)
 
     def offered_by(self, function: str, features: frozenset[str]) -> frozenset[str]:
-        """Return those features of the adapter that one of its functions offers: all, where they are declared."""
+        """Return the features that one function of the adapter offers: all of them, if they are declared."""
         parameters = _parameters(self.functions.get(function))
         if self.declared is not None or function not in ("attention_grad", "bias") or parameters is None:
             return features
         if _takes_any(parameters):
-            return features  # it takes what attention does
+            return features  # it takes the same arguments as attention
         return features - {feature for feature, parameter in _PARAMETERS.items() if parameter not in parameters}
 
     def takes(self, function: str, parameter: str) -> bool:
-        """Return whether a function has a parameter of that name, or may have it."""
+        """Return whether a function accepts a parameter of that name; True if its signature is unknown."""
         if function not in self.functions:
             return False
         parameters = _parameters(self.functions[function])
@@ -204,9 +210,10 @@ class Offer:
         return _takes_any(parameters) and (self.declared is not None or parameter in _BASE)
 
     def arranged(self, function: str, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return options as further arguments by position, for a function that takes them no other way, and by name."""
+        """Return options split into positional arguments, for parameters without names, and keyword arguments."""
         parameters = _parameters(self.functions[function]) or {}
         kinds = {x.kind for x in parameters.values()}
+        # Positional-only parameters, as of some built-in functions.
         by_position = [name for name, x in parameters.items() if x.kind == x.POSITIONAL_ONLY and name in options]
         if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
             by_position += [name for name in (*_BASE, "cache") if name in options and name not in parameters]
@@ -214,16 +221,17 @@ class Offer:
 
     @property
     def has_slopes(self) -> bool:
-        """Whether its attention takes slopes, rather than having those of its contract."""
+        """Whether its attention takes slopes as an argument; if not, it uses the slopes of its contract."""
         return any(self.takes(function, "slopes") for function in ("attention", "attention_grad", "decode_step"))
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether there is a parameter ``*args`` or ``**kwargs``."""
     return any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
 
 
 def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter] | None:
-    """Return a function's parameters; None for one that does not tell, as built-in functions may."""
+    """Return a function's parameters; None if they are unknown, as for built-in functions."""
     if function is None:
         return None
     try:

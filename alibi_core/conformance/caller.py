@@ -1,4 +1,4 @@
-"""Calls to an adapter: arrays in its dtype, a limit on its time, and a look at how it behaves."""
+"""Calls to an adapter: conversion of arrays, a time limit, and checks for side effects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from alibi_core.conformance.case import Case
 from alibi_core.conformance.oracle import Answer, rounded
 from alibi_core.conformance.reference import TENSORS, Values
 
-MASKED = -30_000.0  # a bias this low is as good as minus infinity; float16 reaches no lower than -65504
+MASKED = -30_000.0  # a bias at or below this counts as -inf; the lowest float16 is -65504
 
 
 class CallError(Exception):
-    """A call that came to nothing.
+    """A call without a usable result.
 
-    ``kind`` is ``"refused"`` where it raised NotImplementedError, TypeError or ValueError, which say that something is
-    not offered, ``"crashed"`` where it raised anything else, ``"hung"``, ``"returned"`` where it returned no result, or
-    ``"misshapen"`` where it is plain what was returned instead; ``inputs`` are those of the call, in words.
+    ``kind`` is ``"refused"`` if it raised NotImplementedError, TypeError or ValueError, which mean that something is
+    not offered; ``"crashed"`` if it raised anything else; ``"hung"`` if it did not return in time; ``"returned"`` if
+    its result was unusable; ``"misshapen"`` if the wrong shape shows what was returned instead. ``inputs`` describes
+    the arguments of the call.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -35,15 +36,15 @@ class CallError(Exception):
 
 @dataclass(eq=False)
 class DepartureError(AssertionError):
-    """A result that is not what it should be: of which function, part of it, and case, and a remark in place of it."""
+    """A wrong result: the function, its inputs, the actual and the exact result."""
 
     function: str
     inputs: str  # in words
     actual: Values | None  # None if nothing was returned
     expected: Answer
     case: Case | None = None
-    part: str = ""
-    remark: str = ""
+    part: str = ""  # name of the gradient, or a range of tokens
+    remark: str = ""  # text for the message in place of "outside its budget"
 
     def __str__(self) -> str:
         return self.remark or "outside its budget"
@@ -53,8 +54,8 @@ class DepartureError(AssertionError):
 class Caller:
     """Calls an adapter's functions with NumPy arrays and returns float64.
 
-    A thread makes all calls, so that one that never returns can be given up. ``offences`` says what the adapter does
-    that it should not, though its results be right, each in one sentence.
+    One thread makes all calls, so that a call that never returns can be abandoned. ``offences`` lists side effects and
+    wrong types beside correct results, one sentence each.
     """
 
     offer: Offer
@@ -82,7 +83,7 @@ class Caller:
         return np.where(result <= MASKED, -np.inf, result)
 
     def attention(self, case: Case) -> Values:
-        """Return the adapter's answer to a case."""
+        """Return the adapter's output for a case, ``[batch, num_heads, q_len, head_dim]``."""
         shape, kv_len = case.arrays["query"].shape, case.sizes.lengths[1]
         result = self._call("attention", *self._tensors(case), **self._options(case))
         if isinstance(result, np.ndarray) and (slip := _slip_of_shape(result.shape, shape, kv_len)):
@@ -90,7 +91,7 @@ class Caller:
         return self._array("attention", result, shape)
 
     def gradients(self, case: Case) -> dict[str, Values]:
-        """Return the adapter's gradients of a case, those that it returns, by name."""
+        """Return the gradients that the adapter returns for a case, by name."""
         options = self._options(case, "attention_grad")
         if case.wrt is not None:
             options["wrt"] = case.wrt
@@ -100,6 +101,7 @@ class Caller:
             if not isinstance(result, (tuple, list)):
                 what = type(result).__name__
                 raise CallError("returned", f"attention_grad returned {what}, expected a dict or a tuple of arrays")
+            # A tuple: in the order of wrt, or of the parameters.
             result = dict(zip(case.wrt or (*TENSORS, "slopes", "future_slopes"), result, strict=False))
         unknown = [str(name) for name in result if name not in (*TENSORS, "slopes", "future_slopes")]
         wanted = case.wrt or TENSORS
@@ -115,7 +117,7 @@ class Caller:
         }
 
     def decode_step(self, tensors: Mapping[str, Values], slopes: Values, cache: Any) -> tuple[Values, Any]:
-        """Return the adapter's answer to some more tokens, and its cache."""
+        """Return the adapter's output for the next tokens, and its updated cache."""
         arrays = [self.tensor(tensors[name]) for name in TENSORS]
         options = {"slopes": self.slopes_array(slopes)} if self.offer.takes("decode_step", "slopes") else {}
         result = self._call("decode_step", *arrays, **options, cache=cache)
@@ -134,7 +136,7 @@ class Caller:
 
     @contextlib.contextmanager
     def tokens_first(self) -> Iterator[None]:
-        """Let tensors lie in memory as most models have them: ``[batch, length, heads, head_dim]``, axes swapped."""
+        """Inside this context, tensors are views of ``[batch, length, heads, head_dim]`` with axes 1 and 2 swapped."""
         self._puts_tokens_first = True
         try:
             yield
@@ -142,7 +144,7 @@ class Caller:
             self._puts_tokens_first = False
 
     def slopes_array(self, values: Values) -> Values:
-        """Return slopes as an array for the adapter."""
+        """Return slopes as float32, or float64 for a float64 adapter."""
         return np.asarray(values, np.float64 if self.offer.dtype == "float64" else np.float32)
 
     def _tensors(self, case: Case) -> list[Values]:
@@ -150,6 +152,7 @@ class Caller:
 
     def _options(self, case: Case, function: str = "attention") -> dict[str, Any]:
         q_len, kv_len = case.sizes.lengths
+        # Always pass the base arguments; other arguments only in cases that need them.
         options = {"q_offset": kv_len - q_len, "is_causal": True} | case.arguments
         options["slopes"] = self.slopes_array(case.arrays["slopes"])
         if "future_slopes" in options:
@@ -172,12 +175,12 @@ class Caller:
             self.offences.setdefault(f"{name} type", sentence)
         try:
             values, found = np.asarray(result), tuple(result.shape)
-        except Exception as error:  # arrays of other libraries may refuse, in whatever way
+        except Exception as error:  # each library raises another error
             what = f"{type(result).__name__}, which NumPy cannot read"
             raise CallError("returned", f"{name} returned {what}: {_first_line(error)}") from None
         if found != shape:
             raise CallError("returned", f"{name} returned shape {found}, expected {shape}")
-        dtype = values.dtype.name  # which leaves out the byte order
+        dtype = values.dtype.name  # without the byte order
         is_rounded = name in ("attention", "decode_step") or "attention_grad" in name
         expected = self._dtypes(is_slopes=slopes or not is_rounded)
         if dtype not in ("float16", "bfloat16", "float32", "float64"):
@@ -188,7 +191,7 @@ class Caller:
         return values.astype(np.float64)
 
     def _dtypes(self, *, is_slopes: bool) -> tuple[str, ...]:
-        if is_slopes:  # a bias and slopes are best in float32, whatever dtype the tensors have
+        if is_slopes:  # float32 is right for biases and slopes, whatever the dtype of the tensors
             best = "float64" if self.offer.dtype == "float64" else "float32"
             return tuple(dict.fromkeys((best, self.offer.dtype)))
         own = {"float16": ("float16", "float32"), "bfloat16": ("float32", "bfloat16")}
@@ -197,17 +200,20 @@ class Caller:
     # --- The call ---
 
     def _call(self, name: str, *arrays: Any, **options: Any) -> Any:
+        # The thread is still busy with a call that never returned.
         if self.hung:
             raise CallError("hung", self.hung)
         self.calls += 1
         inputs = {**dict(zip(TENSORS, arrays, strict=False)), **options}
         inputs = {key: x for key, x in inputs.items() if key != "cache"}
         before = {key: _copies(x) for key, x in inputs.items()}
+        # Some functions take arguments by position only.
         more, named = self.offer.arranged(name, options)
         result = self._within_limit(name, lambda: self.offer.functions[name](*arrays, *more, **named))
         if self._last is not None and not _are_equal(_copies(self._last[1]), self._last[2]):
             self.offences.setdefault(f"{name} buffer", f"the next call overwrote what {self._last[0]} returned")
         self._last = (name, result, _copies(result)) if isinstance(result, np.ndarray) else None
+        # Inputs must be unchanged after the call.
         changed = [key for key, x in inputs.items() if not _are_equal(_copies(x), before[key])]
         if changed:
             self.offences.setdefault(f"{name} inputs", f"{name} changed its input {' and '.join(changed)}")
@@ -216,6 +222,7 @@ class Caller:
     def _within_limit(self, name: str, function: Callable[[], Any]) -> Any:
         if self._thread is None:
             arguments = (self._tasks, self._results)
+            # A daemon: a hung call must not keep the program alive.
             self._thread = threading.Thread(target=_work, args=arguments, daemon=True, name="alibi adapter")
             self._thread.start()
         self._tasks.put(function)
@@ -225,6 +232,7 @@ class Caller:
             self.hung = f"{name} did not return within {self.time_limit:g} s"
             raise CallError("hung", self.hung) from None
         if error is not None:
+            # These three say that something is not supported.
             kind = "refused" if isinstance(error, NotImplementedError | TypeError | ValueError) else "crashed"
             raise CallError(kind, f"{name} raised {type(error).__name__}: {_first_line(error)}") from error
         return result
@@ -238,10 +246,10 @@ class Caller:
 def decoded(
     caller: Any, cases: Sequence[Case], steps: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int, int, Values, Sequence[int]]]:
-    """Decode sequences by turns, each in steps of so many tokens.
+    """Decode several sequences in turn, each in steps of the given numbers of tokens.
 
-    Yield the number of the sequence, the first of its new tokens and the one after the last, their output, and the
-    lengths of its steps so far.
+    Yields, for each step, the index of the sequence, the first and the last + 1 of its new tokens, their output, and
+    the lengths of its steps so far.
     """
     caches: list[Any] = [None] * len(cases)
     for turn, number in itertools.product(range(max(map(len, steps))), range(len(cases))):
@@ -256,9 +264,9 @@ def decoded(
 def _work(tasks: queue.SimpleQueue[Any], results: queue.SimpleQueue[Any]) -> None:
     while (function := tasks.get()) is not None:
         try:
-            with np.errstate(all="ignore"):  # results are judged; OpenBLAS raises flags for lanes that nobody reads
+            with np.errstate(all="ignore"):  # only results count; OpenBLAS raises flags for unused vector lanes
                 results.put((function(), None))
-        except BaseException as error:  # whatever it is, even SystemExit, it is the adapter's and to be told
+        except BaseException as error:  # report every error of the adapter, even SystemExit
             results.put((None, error))
 
 
@@ -282,7 +290,7 @@ def _are_equal(one: list[Values], other: list[Values]) -> bool:
 
 
 def _slip_of_shape(found: tuple[int, ...], expected: tuple[int, ...], kv_len: int) -> str:
-    """Return what an output of a wrong shape most likely is; empty where that is not plain."""
+    """Return an explanation of an output's wrong shape; empty if the shape is right or unexplained."""
     batch, heads, length, head_dim = expected
     slips = {
         (batch, heads, length, kv_len): "these are the weights; multiply them by value",

@@ -1,4 +1,4 @@
-"""Attention problems: small frozen descriptions, from whose seed NumPy makes the arrays."""
+"""Attention problems: small frozen descriptions with a seed, from which NumPy draws the arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Axis sizes; mostly distinct primes, so that swapped axes cannot pass.
+    """Axis sizes; mostly distinct primes, so that swapped axes fail.
 
     Example:
         >>> sizes = Sizes(batch=2, num_kv_heads=3, group=2, lengths=(5, 7), head_dim=11)
@@ -49,7 +49,7 @@ class Sizes:
 
     @property
     def elements(self) -> int:
-        """The number of elements of all tensors, by which cases are ordered."""
+        """The number of elements of all tensors. Cases are sorted by it."""
         q_len, kv_len = self.lengths
         return self.batch * self.num_kv_heads * self.head_dim * (self.group * q_len + kv_len)
 
@@ -70,17 +70,17 @@ class Case:
 
     sizes: Sizes
     form: str = "causal"
-    q_offset: int | None = None  # None for the default, FAR for far beyond the keys, PER_BATCH for an array of several
+    q_offset: int | None = None  # None for the default, FAR for far beyond the keys, PER_BATCH for an array [batch]
     window_size: int | None = None
     packing: str | None = None
     masking: str | None = None
     slopes_per_batch: bool = False
     points: tuple[str, str, str] | None = None  # one of POINTS, a distance, and a law
     seed: int = 0
-    data: str = "normal"  # or the name of one of DATA, with slopes from steep to none
-    scaling: float | None = None  # the scale, where it is not the default
-    cotangent: str = "random"  # or another of COTANGENTS
-    wrt: tuple[str, ...] | None = None  # the arguments whose gradients are asked for; None for all
+    data: str = "normal"  # or a name in DATA, with the slopes STEEP
+    scaling: float | None = None  # the scale; None for the default
+    cotangent: str = "random"  # or another name in COTANGENTS
+    wrt: tuple[str, ...] | None = None  # names of the gradients to compute; None for all
 
     def __str__(self) -> str:
         size, (q_len, kv_len) = self.sizes, self.sizes.lengths
@@ -102,32 +102,32 @@ class Case:
         return ", ".join([*words, f"seed {self.seed}"])
 
     def with_tensors(self, **tensors: Values) -> Case:
-        """Return the case with other queries, keys or values, whatever their lengths, and arguments for those."""
+        """Return the case with other queries, keys or values, of any length; arguments follow the new lengths."""
         arrays = self.arrays | tensors
         lengths = arrays["query"].shape[2], arrays["key"].shape[2]
         case = dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, lengths=lengths))
-        case.__dict__["arrays"] = arrays  # where cached_property keeps its value
+        case.__dict__["arrays"] = arrays  # cached_property reads its value here
         return case
 
     def with_arrays(self, **arrays: Values) -> Case:
-        """Return the case with other tensors or slopes, but with the arguments that it has."""
+        """Return the case with other tensors or slopes and the same arguments."""
         changed = self.with_tensors(**arrays)
         changed.__dict__["arguments"] = self.arguments
         return changed
 
     def with_arguments(self, form: str, arguments: dict[str, Any]) -> Case:
-        """Return the case with these arguments of ``attention`` in place of those it would draw."""
+        """Return the case with these arguments of ``attention`` instead of drawn ones."""
         case = dataclasses.replace(self, form=form)
         case.__dict__.update(arguments=arguments, arrays=self.arrays)
         return case
 
     @cached_property
     def arrays(self) -> dict[str, Values]:
-        """Query, key, value, cotangent and slopes; each slope 0 now and then, each magnitude now and then large."""
+        """Query, key, value, cotangent and slopes; some slopes are 0, and some tensors have large elements."""
         rng = np.random.default_rng(self.seed)
         size, heads = self.sizes, self.num_heads
         q_len, kv_len = size.lengths
-        # Representable in float32, so that even far from the diagonal the oracle's float64 products are exact.
+        # Slopes are float32 numbers, so the oracle's float64 products with distances are exact.
         choices = np.asarray([0.0, 2.0**-16, 0.0625, 0.3, 1.0], np.float32)
         slopes = rng.choice(choices, size=(size.batch, heads)).astype(np.float64)
         query, key, value, cotangent = (
@@ -152,12 +152,13 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """The scale of scores, default filled in."""
+        """The scale of scores: ``scaling``, or the default."""
         return float(self.sizes.head_dim**-0.5 if self.scaling is None else self.scaling)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``attention``, as NumPy arrays."""
+        # Another stream than the arrays'.
         rng = np.random.default_rng(self.seed + 1)
         batch, (q_len, kv_len) = self.sizes.batch, self.sizes.lengths
         arguments: dict[str, Any] = {}
@@ -179,17 +180,19 @@ class Case:
             kind, arguments["distance"], arguments["law"] = self.points
             arguments["positions"] = tuple(POINTS[kind](rng, (batch, n)) for n in (q_len, kv_len))
         if self.packing is not None:
+            # Sorted ids make contiguous segments.
             ids = np.sort(rng.integers(0, 3, size=(batch, q_len + kv_len)), axis=-1).astype(np.int32)
+            # The same ids for all batch entries, [length].
             if self.packing == "one row":
                 ids = ids[0]
             is_one_array = self.packing == "same" and q_len == kv_len
             arguments["segment_ids"] = ids[:, :q_len] if is_one_array else (ids[..., :q_len], ids[..., -kv_len:])
-        if self.masking == "padding":  # at the end, with neighbours of one length
+        if self.masking == "padding":  # at the end; adjacent batch entries may have equal lengths
             lengths = np.resize([kv_len, kv_len, kv_len // 3], (batch, 1, 1, 1))
             arguments["mask"] = np.arange(kv_len) < lengths
         elif self.masking is not None:
             heads = self.num_heads
-            # Where there are as many heads as batch entries, three axes would not tell which of them is meant.
+            # If heads and batch entries are equally many, a mask of three axes is ambiguous: add a batch axis of 1.
             of_heads = (*(1,) * (batch == heads), heads, q_len, kv_len)
             shape = {"by head": of_heads, "by key": (batch, 1, 1, kv_len)}.get(self.masking)
             arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
@@ -204,7 +207,7 @@ class Case:
         return tuple(np.array(np.broadcast_to(x, (batch, x.shape[-1]))) for x in (q_ids, kv_ids))  # type: ignore
 
     def rules(self, slopes: Values) -> Rules:
-        """Return the same, defaults filled in, for the oracle."""
+        """Return the arguments for the oracle, defaults filled in."""
         others = ("scale", "allow_negative_slopes")
         arguments = {name: value for name, value in self.arguments.items() if name not in others}
         ids = arguments.pop("segment_ids", None)
@@ -213,12 +216,12 @@ class Case:
         return Rules(slopes, q_segment_ids=q_ids, kv_segment_ids=kv_ids, **arguments)
 
     def exact(self, dtype: str, *, counted_from_anywhere: bool = False) -> Attention:
-        """Return the problem in float64, on inputs as they are once rounded to ``dtype``.
+        """Return the problem in float64, on inputs rounded to ``dtype``.
 
         Args:
-            dtype: Of the tensors.
-            counted_from_anywhere: Let the budget be that of a bias that is counted not from the nearest key, but from
-                whichever token of the row.
+            dtype: Dtype of the tensors.
+            counted_from_anywhere: Whether the budget allows a bias that is counted from any token of the row, not from
+                the nearest key.
         """
         tensors = {name: rounded(self.arrays[name], dtype) for name in TENSORS}
         slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
@@ -233,12 +236,12 @@ class Case:
         return {**tensors, "slopes": slopes, "grad_output": rounded(self.arrays["cotangent"], dtype), **self.arguments}
 
     def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
-        """Return the exact gradients by query, key, value and both kinds of slopes.
+        """Return the exact gradients by query, key, value, slopes and future slopes.
 
         Args:
-            dtype: Of the tensors.
-            share: How much of a row's weight may be left out.
-            problem: Of which they are the gradients. Default, that of :meth:`exact`.
+            dtype: Dtype of the tensors.
+            share: Share of a row's weight that may be left out.
+            problem: The problem to differentiate. Default: the result of :meth:`exact`.
         """
         problem = self.exact(dtype) if problem is None else problem
         cotangent = rounded(self.arrays["cotangent"], dtype)
@@ -252,12 +255,12 @@ class Case:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a number of things, in words."""
+    """Return a number with its noun: ``"1 query"``, ``"3 queries"``."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _structured(kind: str, cotangent: Values) -> Values:
-    """Return a cotangent of ones, of zeros, or of zeros but for one row, or one element, in the middle."""
+    """Return a cotangent of ones, of zeros, or with one row or one element in the middle and zeros elsewhere."""
     if kind == "random":
         return cotangent
     if kind in ("ones", "zeros"):
@@ -269,8 +272,8 @@ def _structured(kind: str, cotangent: Values) -> Values:
     return kept
 
 
-SMALL = 64  # elements of a case; below, more seeds are tried, for a slope of 0 or a single key hides mistakes
-# By option of a case: the feature that it needs, its values, and those that thorough checks draw from.
+SMALL = 64  # up to this many elements, more seeds are tried: a slope of 0 or a single key hides mistakes
+# By option of a case: the feature that it needs, its values, and the values for thorough checks.
 OPTIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "q_offset": ("offset", (-3, 0, 4, 13), tuple(range(-3, 14))),  # before the first key to beyond the last
     "window_size": ("window", (0, 1, 4), tuple(range(7))),
@@ -299,7 +302,7 @@ def draw_case(
     is_dense: bool = False,
     **more: Sequence[Any],
 ) -> Case:
-    """Draw a case: half of the options that features allow, and one value each of ``more``."""
+    """Draw a case: each option that features allow with probability 1/2, and one value each of ``more``."""
     options = {"form": choose(forms)} | {name: choose(values) for name, values in more.items()}
     for name, values in option_values(features, is_dense=is_dense).items():
         if choose((False, True)):
@@ -308,13 +311,15 @@ def draw_case(
 
 
 def design(draw: Callable[[Choose], Case], number: int, seed: int) -> list[Case]:
-    """Return at most so many cases, the smallest first, in which as many pairs of options as possible meet.
+    """Return at most ``number`` cases, the smallest first, that cover as many pairs of options as possible.
 
-    Compilers need long for each new combination of shapes and options: a design needs fewer than cases at random.
+    Compiling each new combination of shapes and options takes long. Covering pairs takes fewer cases than drawing at
+    random.
     """
     rng, met, found = random.Random(seed), set[Any](), dict[Case, None]()
     for _ in range(number):
         tries = {case: _pairs(case) for case in (draw(rng.choice) for _ in range(40))}
+        # Greedy: of 40 drawn cases, keep the one with the most new pairs.
         best = max(tries, key=lambda case: len(tries[case] - met))
         met |= tries[best]
         found[best] = None

@@ -1,4 +1,4 @@
-"""Check an adapter: find out what it offers, hold it to the laws, and say what it does where it breaks them."""
+"""Check an adapter: detect its features, check it against the laws, and diagnose broken ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alibi_core.conformance.laws import FEWER, GROUPED, LAWS, SQUARE, Law
 from alibi_core.conformance.report import Counterexample, LawReport, Report
 from alibi_core.conformance.trial import Trial
 
-PROFILES = {"quick": 20, "thorough": 400}  # cases that a law tries where it has a choice
+PROFILES = {"quick": 20, "thorough": 400}  # number of drawn cases a law
 
 
 def check(
@@ -32,25 +32,25 @@ def check(
     laws: Iterable[str] | None = None,
     on_law: Callable[[str, LawReport | None], None] | None = None,
 ) -> Report:
-    """Hold an implementation of ALiBi to its laws.
+    """Check an implementation of ALiBi against its laws.
 
-    Each law tries cases, the smallest first, and compares what the adapter makes of them with float64 within an error
-    budget that follows from the adapter's dtype. The first case that breaks a law is reported, and what the
-    implementation does instead, in words.
+    Each law tries cases, the smallest first, and compares the adapter's results with exact results in float64, within
+    an error budget that follows from the adapter's dtype. The report names the first case that breaks each law, and
+    says what the implementation computes instead.
 
     Args:
         adapter: An object with any of the functions of :class:`alibi_core.conformance.Adapter`.
-        profile: ``"quick"`` (some 20 cases a law, rows of up to 4,096 keys) or ``"thorough"`` (400, and 20,000 keys).
-        seed: Of the cases; the same seed makes the same ones.
+        profile: ``"quick"`` (about 20 cases a law, rows of up to 4,096 keys) or ``"thorough"`` (400, and 20,000 keys).
+        seed: Seed of the cases; the same seed gives the same cases.
         time_limit: Seconds that one call may take.
-        laws: Names of the laws to check. Default, all.
-        on_law: Called with each law's name before it is tried, and with its report after.
+        laws: Names of the laws to check. Default: all.
+        on_law: Called with each law's name and None before it is tried, and with its name and report afterwards.
 
     Returns:
-        The report; ``report.passed`` says whether the adapter is what it means to be.
+        The report; ``report.passed`` says whether the adapter keeps the laws of its contract.
 
     Raises:
-        TypeError: If the adapter offers nothing, or an argument is of the wrong kind.
+        TypeError: If the adapter has none of the functions, or an argument is of the wrong kind.
         ValueError: If an attribute of the adapter, or an argument, has a wrong value.
 
     Example:
@@ -69,7 +69,7 @@ def check(
     names = tuple(by_name) if laws is None else [checks.one_of("laws", name, tuple(by_name)) for name in laws]
     start = time.monotonic()
     caller = Caller(offer, checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
-    # The exact answers underflow as they should, whatever the user's NumPy makes of that.
+    # Exact results may underflow: ignore the user's NumPy error settings.
     with np.errstate(all="ignore"), contextlib.closing(caller):
         features, refusals = find_features(caller)
         reports: dict[str, LawReport] = {}
@@ -84,6 +84,7 @@ def check(
                 failures.setdefault(law.function, []).append((law, error))
             if on_law is not None:
                 on_law(name, reports[name])
+        # One diagnosis for each function, from all laws that it breaks.
         for function, broken in failures.items():
             errors = [(law.statement, error) for law, error in broken]
             found = diagnose(caller, function, offer.offered_by(function, features), errors)
@@ -93,7 +94,7 @@ def check(
 
 
 def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport, DepartureError | CallError | None]:
-    """Return what came of a law, and the error of the first case that breaks it."""
+    """Check one law: return its report, and the error of the first case that breaks it."""
     offer, report = trial.offer, LawReport(law.name, law.statement, "not offered")
     if law.function != "any" and law.function not in offer.functions:
         return replace(report, reason=f"the adapter has no {law.function}"), None
@@ -101,13 +102,14 @@ def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport
         unless_refused = "not declared: {0}" if offer.declared is not None else "{1} has no parameter for {2}"
         reasons = (refusals.get(x, unless_refused.format(x, law.function, FEATURES[x])) for x in missing)
         return replace(report, reason="; ".join(reasons)), None
+    # After a hang no further call is possible.
     if trial.caller.hung and law.function != "any":
         return replace(report, status="not run", reason=f"earlier, {trial.caller.hung}"), None
     start, calls, error = time.monotonic(), trial.caller.calls, None
     try:
         law.check(trial)
     except (DepartureError, CallError) as raised:
-        error = raised.with_traceback(None)  # which keeps the arrays of its frames
+        error = raised.with_traceback(None)  # a traceback keeps the arrays of its frames alive
     report = replace(report, calls=trial.caller.calls - calls, share=trial.share, seconds=time.monotonic() - start)
     if error is None:
         return replace(report, status="passed"), None
@@ -115,10 +117,10 @@ def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport
 
 
 def find_features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
-    """Return what an adapter offers, and why it does not offer the rest.
+    """Return the features of an adapter, and the reasons why it lacks the others.
 
-    An adapter offers what it declares. One that declares nothing offers what its parameters allow and what a call does
-    not refuse; a call that crashes is a law's to report.
+    If features are declared, these are the result. Otherwise an adapter has a feature if its parameters allow it and a
+    trial call does not refuse it. A trial call that crashes counts as offered, so that a law reports the crash.
     """
     offer, found = caller.offer, set(caller.offer.possible)
     others = f"; it has {', '.join(offer.unknown)}, which the kit never passes" if offer.unknown else ""
@@ -132,6 +134,7 @@ def find_features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
     if offer.declared is None or "some_gradients" in offer.declared:
         refusals |= {"some_gradients": "attention_grad has no parameter wrt"} if "some_gradients" in refusals else {}
     trial = Trial(caller, frozenset(found))
+    # Try one call for each feature that is not declared.
     calls: dict[str, Callable[[Case], Any]] = {
         "attention": caller.attention,
         "attention_grad": caller.gradients,

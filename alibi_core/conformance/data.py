@@ -1,4 +1,4 @@
-"""Data that attention finds hard: keys that no query can leave out, scores far apart, values where none is expected."""
+"""Hard data for attention: keys that no query can skip, scores far apart, values only at far keys."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ STEEP = np.asarray([4.0, 1.0, 0.3, 0.0625, 0.03, 2.0**-16, 0.0], np.float32)
 
 
 def outlier(query: Values, key: Values, value: Values) -> None:
-    """Make some heads' first key of huge norm: who sees it attends to nothing else, or not to it at all."""
+    """Give the first or last key of each head a huge norm: a query attends to it alone, or not at all."""
     key[:, :1, 0] = 1000.0
     key[:, 1:, -1] = -300.0
 
 
 def sinks(query: Values, key: Values, value: Values) -> None:
-    """Make queries alike, and the first keys point their way."""
+    """Make queries similar, and the first four keys parallel to them."""
     query[...] = 3 + query / 10
     key[:, :, :4] = 2.0
 
 
 def equal_keys(query: Values, key: Values, value: Values) -> None:
-    """Let all keys be the same."""
+    """Make all keys equal."""
     key[...] = key[:, :, :1]
 
 
 def no_queries(query: Values, key: Values, value: Values) -> None:
-    """Let queries be zeros."""
+    """Set queries to zero."""
     query[...] = 0
 
 
 def no_keys(query: Values, key: Values, value: Values) -> None:
-    """Let keys be zeros."""
+    """Set keys to zero."""
     key[...] = 0
 
 
 def shifted(query: Values, key: Values, value: Values) -> None:
-    """Add a vector to all keys that every query points along: softmax does not notice."""
+    """Add one vector, nearly parallel to all queries, to all keys: softmax is invariant to it."""
     query[...] = 1 + query / 10
     key += 20.0
 
 
 def opposed(query: Values, key: Values, value: Values) -> None:
-    """Let every key but those around the middle score low, the query's own too."""
+    """Give low scores to all keys, the query's own too, except three keys in the middle."""
     query[...] = 2 + query / 10
     key[...] = -2
     middle = key.shape[2] // 2
@@ -51,21 +51,21 @@ def opposed(query: Values, key: Values, value: Values) -> None:
 
 
 def fading(query: Values, key: Values, value: Values) -> None:
-    """Let keys and queries grow towards the beginning, and values be nothing but at the far end."""
+    """Make keys and queries larger towards the beginning, and values zero except in the first third."""
     key *= np.linspace(3, 0, key.shape[2])[:, None]
     query *= np.linspace(3, 0, query.shape[2])[:, None]
     value[:, :, key.shape[2] // 3 :] = 0
 
 
 def stripes(query: Values, key: Values, value: Values) -> None:
-    """Let scores be high and low by turns of 32 keys, and rise in the end."""
+    """Alternate high and low scores every 32 keys, rising towards the end."""
     query[...] = 2 + query / 10
     turns = np.arange(key.shape[2]) // 32
     key[...] = key / 100 + np.where(turns % 2, -1.0, 1.0)[:, None] + turns[:, None] / 8
 
 
 def cliff(query: Values, key: Values, value: Values) -> None:
-    """Let three far keys score as high as norms allow, all others as low, and nothing but theirs have values."""
+    """Give three far keys the highest scores that norms allow and all others the lowest; other values are zero."""
     query[...] = 2
     key[...] = -6
     middle = key.shape[2] // 3

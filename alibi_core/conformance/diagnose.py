@@ -1,7 +1,7 @@
-"""Diagnosis: what an implementation does in place of ALiBi, in words.
+"""Diagnosis: the mistakes that explain the results of an implementation.
 
-Probes are asked one after the other, the plainest first. Where the mistakes found so far do not explain an answer, each
-mistake of the table is tried on top of them, then each pair: everywhere, or under one condition that the probe meets.
+Probes are answered in order, the simplest first. If the mistakes found so far do not explain an answer, each mistake of
+the catalogue is added to them, then each pair: in all calls, or under one condition that the probe meets.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from alibi_core.conformance.trial import Trial
 
 Found = list[tuple[Mistake, str | None]]
 Answers = dict[str, Values]
-WORK = 45_000_000  # scores that a search for pairs may simulate, twice as many for single mistakes, on any machine
-CALL = 500  # as much work as a call takes besides its scores
+WORK = 45_000_000  # above this many simulated scores, pairs are no longer tried; single mistakes up to twice as many
+CALL = 500  # fixed cost of a simulated call, in scores
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 32, 40, 71, 112)
-# Neither sorted nor powers of two, nor any that bfloat16 holds, so that no two ways to take them agree.
+# Not sorted, no powers of two, not exact in bfloat16: any wrong use of slopes changes the result.
 STEEP, FLAT = (0.3, 0.061, 0.7, 0.11, 1.1, 0.023), (0.03, 0.007, 0.0011, 0.11, 0.3, 0.0023)
 FUTURE = np.asarray([0.2, 0.5, 0.05, 0.9, 0.013, 0.33])
 _rng = np.random.default_rng(5)
@@ -45,7 +45,7 @@ NOWHERE_IDS = tuple(np.asarray([x] * 2, np.int32) for x in ((0, 1, 1, 1, 4, 4, 4
 TIMES = np.cumsum(_rng.uniform(0, 4, (2, 7)), axis=1).astype(np.float32)
 PATCHES = _rng.uniform(-3, 3, (2, 7, 2)).astype(np.float32)
 
-# Which features a probe needs, its lengths, and what is special.
+# By probe: the features that it needs, (q_len, kv_len), and further arguments of make_case.
 _SHOWN: dict[str, Any] = {"shown": True, "size": 0.0}
 HIDING: tuple[tuple[str, tuple[int, int], dict[str, Any]], ...] = (
     ("window", (13, 13), {"window_size": 3}),
@@ -127,9 +127,9 @@ def make_case(
     head_dim: int = 8,
     **arguments: Any,
 ) -> Case:
-    """Return the case of a probe: six heads, queries of this size, and, if ``shown``, an output that is the weights."""
+    """Return the case of a probe: six heads, queries times ``size``; if ``shown``, the output is the weights."""
     kv_len, batch = lengths[1], 2
-    if shown and kv_len > 8:  # each batch entry shows the weights of 64 keys
+    if shown and kv_len > 8:  # values are rows of an identity; each batch entry shows the weights of 64 keys
         head_dim, batch = 64, -(-kv_len // 64)
     own = np.broadcast_to(slopes, (*np.shape(slopes)[:-1], 6)).astype(np.float32)
     if not offer.has_slopes:
@@ -139,6 +139,7 @@ def make_case(
     arrays = {name: drawn.arrays[name] / drawn.arrays[name].std() for name in (*TENSORS, "cotangent")}
     arrays |= {"query": arrays["query"] * size, "slopes": own.astype(np.float64)}
     if shown:
+        # In long rows batch entry i shows the weights of keys 64 * i to 64 * i + 63.
         first = np.arange(batch)[:, None] * head_dim * (kv_len > head_dim)
         eye = np.arange(kv_len)[:, None] == (first + np.arange(head_dim))[:, None]
         arrays["value"] = np.broadcast_to(eye[:, None] * 1.0, arrays["value"].shape).copy()
@@ -150,10 +151,11 @@ def make_case(
 
 @dataclass(eq=False)
 class Probe:
-    """A question, and what an adapter answers.
+    """Calls of an adapter, and its answers.
 
-    ``ask`` asks a caller of the adapter, or a simulation of mistakes; ``conditions`` are those that its calls meet. A
-    result may be off by ``tolerance``, a share of its largest element, or, with ``by_element``, of each element.
+    ``ask`` makes the calls, by a caller of the adapter or by a simulation of mistakes; ``conditions`` are the
+    conditions that the calls meet. A result may be off by ``tolerance``, a share of its largest element, or, with
+    ``by_element``, of each element.
     """
 
     ask: Callable[[Any], Answers]
@@ -166,7 +168,7 @@ class Probe:
     _simulated: dict[tuple[Any, ...], Answers] = field(default_factory=dict)
 
     def answers(self, mistakes: Active) -> Answers:
-        """Return what an implementation with these mistakes would answer."""
+        """Return the answers of an implementation with these mistakes, simulated and cached."""
         key = tuple((x.name, where) for x, where in mistakes if where is None or where in self.conditions)
         if key not in self._simulated:
             self._simulated[key] = self.ask(Simulation(mistakes, self.offer.dtype, self.offer.contract))
@@ -174,7 +176,7 @@ class Probe:
 
     @property
     def work_done(self) -> int:
-        """How many scores were simulated."""
+        """The number of simulated scores."""
         return self.work * len(self._simulated)
 
     def fits(self, mistakes: Active) -> bool:
@@ -183,7 +185,7 @@ class Probe:
         return all(self.is_close(x, answers[name]) for name, x in self.found.items())
 
     def is_close(self, found: Values, expected: Values) -> bool:
-        """Return whether all elements are the same, but for the tolerance."""
+        """Return whether all elements are equal within the tolerance."""
         finite = np.isfinite(expected)
         same = found.shape == expected.shape and np.array_equal(finite, np.isfinite(found))
         if not same or not np.array_equal(np.isnan(expected), np.isnan(found)):
@@ -195,7 +197,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Prober:
-    """Asks an adapter that offers these features."""
+    """Makes the probes of an adapter with these features."""
 
     caller: Caller
     features: frozenset[str]
@@ -208,7 +210,7 @@ class Prober:
         conditions: Iterable[str] = (),
         calls: int = 1,
     ) -> list[Probe]:
-        """Return the probe that asks this, by so many calls for each case; none if it comes to nothing."""
+        """Return the probe of ``ask``, which makes ``calls`` calls a case; an empty list if a call fails."""
         offer, met = self.caller.offer, set(conditions)
         for case in cases:
             met |= reference.Computation((), {}, **case.call(offer.dtype)).conditions
@@ -220,7 +222,7 @@ class Prober:
         return []
 
     def of_cases(self, function: str, *cases: Case) -> list[Probe]:
-        """Return the probe of ``attention`` in these cases, one after the other, or of ``attention_grad`` in one."""
+        """Return the probe of ``attention`` in these cases in order, or of ``attention_grad`` in one case."""
         if function == "attention":
             return self.probe(lambda x: {str(i): x.attention(case) for i, case in enumerate(cases)}, *cases)
         (case,) = cases
@@ -229,7 +231,7 @@ class Prober:
         return [dataclasses.replace(x, tolerance=8 * x.tolerance) for x in probes]
 
     def short(self, function: str) -> list[Probe]:
-        """Return the table of probes of ``attention``, or of ``attention_grad``."""
+        """Return the probes of the table ``PROBES``, for ``attention`` or ``attention_grad``."""
         offer, probes = self.caller.offer, list[Probe]()
         for needs, lengths, options in PROBES:
             far = np.max(options.get("q_offset", 0)) > 1000
@@ -237,13 +239,14 @@ class Prober:
                 continue
             if not self.features.issuperset(needs.split()) or (not offer.has_slopes and "slopes" in options):
                 continue
+            # Without that feature, probe the same options in square form.
             if lengths[0] != lengths[1] and "lengths" not in self.features:
                 lengths = (11, 11)
             probes += self.of_cases(function, make_case(offer, needs, lengths, **options))
         return probes
 
     def states(self) -> list[Probe]:
-        """Return probes of calls of the same lengths that differ in one thing, the first asked again in the end."""
+        """Return probes of state kept between calls: two calls that differ in one argument, then the first again."""
         offer, probes, rng = self.caller.offer, list[Probe](), np.random.default_rng(1)
         changes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "": ({"slopes": FLAT} if offer.has_slopes else {}, {}),
@@ -254,7 +257,7 @@ class Prober:
             "mask": ({}, {}),
         }
         for feature, turn in itertools.product([x for x in changes if x in {"", *self.features}], (1, -1)):
-            length = 20 + self.caller.calls % 40  # which no earlier call had, most likely
+            length = 20 + self.caller.calls % 40  # probably a new length, so that nothing is cached for it
             options = changes[feature]
             if feature == "mask":
                 shown = (rng.random((2, 2, 1, length, length)) < 0.6) | np.eye(length, dtype=bool)
@@ -264,7 +267,7 @@ class Prober:
         return probes
 
     def decoding(self) -> list[Probe]:
-        """Return probes of decoding: of one sequence, in several steps, then of two by turns."""
+        """Return probes of decoding: one sequence in several steps, then two sequences in turn."""
         offer = self.caller.offer
         grouped: dict[str, Any] = {"group": 2} if "grouped" in self.features else {}
         flat: dict[str, Any] = {"slopes": FLAT} if offer.has_slopes else {}
@@ -285,7 +288,7 @@ class Prober:
         return probes
 
     def slopes(self) -> list[Probe]:
-        """Return probes of slopes, of powers of two of heads first."""
+        """Return probes of slopes, numbers of heads that are powers of two first."""
         numbers = [[n for n in HEADS if n & (n - 1) == 0], HEADS]
         asked = [lambda x, heads=heads: {str(n): x.slopes(n) for n in heads} for heads in numbers]
         return [probe for ask in asked for probe in self.probe(ask, share=2.0**-20)]
@@ -306,13 +309,13 @@ class Prober:
         return probes
 
     def probes(self, function: str) -> list[Probe]:
-        """Return all probes of a function, the plainest first."""
+        """Return all probes of a function, the simplest first."""
         made = {"slopes": self.slopes, "bias": self.biases, "decode_step": self.decoding}
         return made[function]() if function in made else self.short(function)
 
 
 def tolerance_of(case: Case, offer: Offer, features: frozenset[str]) -> float:
-    """Return how far results may be off that are computed otherwise, as a share of the largest."""
+    """Return the allowed difference between two correct computations of a case, relative to the largest element."""
     query, key = (np.abs(case.arrays[name]).max(initial=0) for name in ("query", "key"))
     scores = abs(case.scale) * query * key * case.sizes.head_dim
     if "far" not in features:  # then the bias may be counted from any token
@@ -326,13 +329,13 @@ def tolerance_of(case: Case, offer: Offer, features: frozenset[str]) -> float:
 
 
 def candidates(function: str) -> list[Mistake]:
-    """Return the mistakes that may be found in a function."""
+    """Return the mistakes to try for a function."""
     found = [x for x in CATALOGUE.values() if not x.is_noisy]
     return [x for x in found if x.name != "signed: key-only"] if function == "bias" else found
 
 
 def search(probes: Sequence[Probe], catalogue: Sequence[Mistake]) -> Found:
-    """Return the mistakes that explain as many probes as possible, each with its condition, in their order."""
+    """Return the mistakes that explain as many probes as possible, each with its condition, in the order of probes."""
     found: Found = []
     explained: list[Probe] = []
     for number, probe in enumerate(probes):
@@ -346,18 +349,20 @@ def search(probes: Sequence[Probe], catalogue: Sequence[Mistake]) -> Found:
 def _best(
     probes: Sequence[Probe], number: int, before: Sequence[Probe], found: Found, catalogue: Sequence[Mistake]
 ) -> Found | None:
-    """Return the mistakes found so far and one or two more, which explain a probe and all explained before it."""
+    """Return ``found`` plus one or two mistakes that explain this probe and all explained before; None if none do."""
 
     def is_spent(limit: int) -> bool:
         return sum(x.work_done for x in probes) > limit
 
     probe, later = probes[number], probes[number + 1 :]
     plain = probe.answers(found)
+    # Only mistakes that change this probe's answer can explain it.
     relevant = [x for x in catalogue if not is_spent(2 * WORK) and not _same(probe.answers([*found, (x, None)]), plain)]
     failing = sum(not x.fits(found) for x in later)
     for size in (1, 2):
         options: list[Found] = []
         for chosen in itertools.combinations(relevant, size):
+            # Stop pairs at a fixed amount of work, the same on every machine.
             if size > 1 and is_spent(WORK):
                 break
             if size > 1 and not probe.fits([*found, *((x, None) for x in chosen)]):
@@ -367,10 +372,12 @@ def _best(
                 if probe.fits(tried) and all(x.fits(tried) for x in before):
                     options.append(tried)
                     break
+        # Prefer mistakes that explain most of the later probes; unconditional ones come first among equals.
         best, most = None, -1
         for tried in sorted(options, key=lambda x: sum(where is not None for _, where in x)):
             count = sum(x.fits(tried) for x in later)
-            # For a condition, or once something is unexplained, a single probe is too little to go by.
+            # One probe is too little evidence for a mistake under a condition, or after an unexplained probe: then the
+            # mistake must also explain a later probe that fails otherwise.
             is_sure = count > len(later) - failing
             is_plain = all(where is None for _, where in tried[len(found) :]) and len(before) == number
             if count > most and (is_sure or is_plain):
@@ -394,19 +401,19 @@ def sentence_of(mistake: Mistake, where: str | None) -> Diagnosis:
     return Diagnosis(f"{mistake.name} {condition}", f"{condition[0].upper()}{condition[1:]}, {words}")
 
 
-# --- What is said -----------------------------------------------------------------------------------------------------
+# --- Sentences --------------------------------------------------------------------------------------------------------
 
 
 def diagnose(
     caller: Caller, function: str, features: frozenset[str], errors: Sequence[tuple[str, DepartureError | CallError]]
 ) -> tuple[Diagnosis, ...]:
-    """Return what a function of the adapter does instead of ALiBi.
+    """Return the diagnoses of one function of the adapter.
 
-    ``errors`` are the statements of the laws that are broken, each with the error of the first case that breaks it.
+    ``errors`` are the statements of the broken laws, each with the error of the first case that breaks it.
     """
     found = [Diagnosis(x.kind, str(x)) for _, x in errors if isinstance(x, CallError)]
     misshapen = [x for x in found if x.key == "misshapen"]
-    if misshapen:  # all else follows from this
+    if misshapen:  # a wrong shape explains all other errors
         return tuple(misshapen[:1])
     departures = [(statement, x) for statement, x in errors if isinstance(x, DepartureError)]
     if departures and not caller.hung:
@@ -424,6 +431,7 @@ def _named(prober: Prober, function: str, failures: Sequence[tuple[str, Departur
     states: list[Probe] = []
     if function == "attention":
         states = prober.states()
+        # Right at first, wrong later: look for state between calls before anything else.
         if any(not x.fits([]) and x.is_close(x.found["0"], x.answers([])["0"]) for x in states):
             found = search(states, candidates(function))
             if any(x.name.startswith("stale ") for x, _ in found):
@@ -441,19 +449,19 @@ def _named(prober: Prober, function: str, failures: Sequence[tuple[str, Departur
 
 
 def is_quick(case: Case | None) -> TypeGuard[Case]:
-    """Return whether a case is small enough to be computed in many ways."""
+    """Return whether a case is small enough to be simulated with many mistakes."""
     return case is not None and case.num_heads * math.prod(case.sizes.lengths) < 3e5
 
 
 def _explains(prober: Prober, function: str, found: Active, failure: DepartureError) -> bool:
-    """Return whether mistakes explain a failure; any do where that takes long, or earlier calls matter."""
+    """Return whether mistakes explain a failure; large cases, and failures after earlier calls, are not simulated."""
     if found and function.startswith("attention") and ", then " not in failure.inputs and is_quick(failure.case):
         return all(x.fits(found) for x in prober.of_cases(function, failure.case))
     return bool(found)
 
 
 def slip_of(caller: Caller) -> Diagnosis | None:
-    """Return how the output shows that no attention was computed, or not the same twice."""
+    """Return a diagnosis if the output shows that no attention was computed, or two equal calls differ."""
     case = make_case(caller.offer, "", (7, 7))
     try:
         output, again = caller.attention(case), caller.attention(case)
@@ -476,7 +484,7 @@ def slip_of(caller: Caller) -> Diagnosis | None:
 
 
 def off_by(prober: Prober, function: str, law: str, failure: DepartureError) -> str:
-    """Return where a function is off that no known mistake explains: the law, the sizes, and by how much."""
+    """Return the sentence about a failure that no known mistake explains: the law, the sizes, and the error."""
     where, what = "", "results are"
     if function == "attention_grad" and failure.part:
         what = f"the gradient of {failure.part} is"
@@ -489,8 +497,10 @@ def off_by(prober: Prober, function: str, law: str, failure: DepartureError) -> 
         share = float(excess(failure.actual, failure.expected).max(initial=0))
         error = float(np.nanmax(np.abs(failure.actual - expected), initial=0))
         largest = float(np.nanmax(np.abs(np.where(np.isfinite(expected), expected, 0)), initial=0))
+        # Relative to the largest element, if there is one.
         error, of_what = (error / largest, "of the largest") if largest else (error, "where 0 is right")
         amount = f"off by up to {error:.2g} {of_what}, {share:.3g} times what rounding explains"
+        # An error of about one unit of a lower precision suggests rounding to it.
         low = [x for x in ("float16", "bfloat16") if 0.4 < error / UNIT_ROUNDOFF[x] < 4]
         if low and dtype in ("float32", "float64"):
             amount += f", about as much as rounding to {low[0]}"
@@ -509,7 +519,7 @@ AXES = {
 
 
 def from_which_size(prober: Prober, function: str, case: Case) -> str:
-    """Return from which size of an axis on results are wrong, in words; empty where no axis decides it."""
+    """Return the size of an axis from which on results are wrong, in words; empty if no single axis decides it."""
     trial, sizes = Trial(prober.caller, prober.features), case.sizes
     form = case.form if case.form in ("causal", "symmetric") else "causal"
 
@@ -523,7 +533,7 @@ def from_which_size(prober: Prober, function: str, case: Case) -> str:
             return False
         return True
 
-    # Powers of two come first, for that is where code ends, and the smallest one, for large cases take long.
+    # Bisect, powers of two first: most limits of code are there. The smallest first: large cases take long.
     powers = [number for power in range(3, 12) for number in (2**power, 2**power + 1)]
     for axis, words in AXES.items():
         right, wrong = 6, sizes.lengths[1] if axis == "lengths" else getattr(sizes, axis)

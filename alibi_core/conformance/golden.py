@@ -1,4 +1,4 @@
-"""Golden vectors: files by which a program in any language is tested."""
+"""Golden vectors: files with inputs, exact results and error budgets, for tests of programs in any language."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ FORMAT, RESULTS_FORMAT, VERSION, RESULTS_VERSION = "alibi-golden", "alibi-golden
 INDEX, RESULTS_INDEX, ABOUT = "index.json", "results.json", "FORMAT.md"
 DTYPES = tuple(UNIT_ROUNDOFF)
 MOST_HEADS = 128
-MOST_BYTES = 2**28  # of one file; golden vectors have a few million in all
-# As safetensors names them. NumPy has no bfloat16: its bits are the upper half of float32's.
+MOST_BYTES = 2**28  # larger files are refused; golden vectors have a few million bytes in all
+# By names in safetensors. NumPy has no bfloat16: its bits are the upper half of float32's.
 FLOATING = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 OTHERS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}
 
 SQUARE, FEWER, GROUPED = Sizes(2, 3, 1, (7, 7), 5), Sizes(1, 3, 1, (5, 11), 3), Sizes(2, 2, 2, (7, 7), 3)
 EIGHT, TWELVE = Sizes(1, 8, 1, (9, 9), 4), Sizes(1, 12, 1, (6, 6), 2)
-GENTLE = (2.0**-5, 2.0**-8, 2.0**-6)  # whose bias float16 holds at a million tokens
+GENTLE = (2.0**-5, 2.0**-8, 2.0**-6)  # slopes whose bias fits float16 at a million tokens
 # fmt: off
-# By kind: name, description, the case, and its slopes: None for those that the case draws, () for the canonical ones.
+# Name, description, case, and slopes: None for the slopes that the case draws, () for the canonical slopes.
 ATTENTION: tuple[tuple[str, str, Case, tuple[float, ...] | None], ...] = (
     ("causal", "causal rows, as many queries as keys", Case(SQUARE), ()),
     ("one_token", "one query, one key, one feature", Case(Sizes(1, 1, 1, (1, 1), 1)), ()),
@@ -85,7 +85,7 @@ BIASES = tuple((*row[:2], Case(row[2].sizes, row[2].form, row[2].q_offset, row[2
     "causal", "eight_heads", "twelve_heads", "fewer_queries", "more_queries", "offset", "offset_before", "offset_far",
     "offset_per_batch", "symmetric", "symmetric_offset", "asymmetric", "clamped", "window", "window_symmetric",
     "segments", "slopes_per_batch", "long"))
-# With the lengths of the steps: a prompt first, then mostly single tokens.
+# As in ATTENTION, then the lengths of the steps: a prompt first, then mostly single tokens.
 DECODES = (
     ("eight_heads", "a prompt of 5 tokens, then one at a time", Case(EIGHT), (), [5, 1, 1, 1, 1]),
     ("grouped", "the same with grouped heads, some tokens at once", Case(GROUPED), (), [3, 1, 2, 1]),
@@ -93,9 +93,9 @@ DECODES = (
     ("long", "a prompt of 120 tokens", Case(Sizes(1, 2, 2, (124, 124), 3)), (), [120, 1, 1, 1, 1]),
 )
 # fmt: on
-# By case: scheme, contract, and how far slopes may be off, in units of roundoff. A power is off by a unit in the last
-# place or so, and storing it by another. Exponents that are not dyadic are rounded before, by their size times ln 2: at
-# most 5.55. A linear slope is a sum of two rounded numbers, one of them a product of two.
+# By case: scheme, contract, and the error budget of slopes in units of roundoff. The power may be off by about one unit
+# in the last place, and its storage by another. Exponents that are not dyadic are rounded first, which costs their size
+# times ln 2: at most 5.55. A linear slope is a sum of two rounded numbers, one of them a product of two.
 RULES = {
     "canonical": ("canonical", "exact", 4),
     "geometric": ("geometric", "exact", 10),
@@ -104,11 +104,11 @@ RULES = {
     "falcon": ("canonical", "falcon", 4),
     "mpt": ("canonical", "mpt", 4),
 }
-KEY_ONLY = {"bloom": (12, 40), "falcon": (8, 300), "mpt": (12, 40)}  # heads and keys of these contracts' biases
+KEY_ONLY = {"bloom": (12, 40), "falcon": (8, 300), "mpt": (12, 40)}  # number of heads and keys, by contract
 
 
 class GoldenError(ValueError):
-    """Golden vectors, or results, that cannot be used: which file, and why.
+    """Golden vectors or results are unusable; the message names the file and the reason.
 
     Example:
         >>> from alibi_core.conformance import check_golden
@@ -122,19 +122,20 @@ class GoldenError(ValueError):
 
 # --- Written ----------------------------------------------------------------------------------------------------------
 
-# A case as it is written: its line of the index, its inputs, and its results, each with the budgets by dtype: arrays,
-# or a relative and an absolute one.
+# A case to write: its entry in the index, its inputs, and its results. Each result has budgets by dtype: an array, or a
+# relative and an absolute budget.
 Result = tuple[Values, dict[str, Any]]
 Entry = tuple[dict[str, Any], dict[str, Values], dict[str, Result]]
 
 
 def write_golden(directory: str | Path) -> Path:
-    """Write golden vectors: slopes, biases, attention with gradients, decoding, and how far each may be off.
+    """Write golden vectors: slopes, biases, attention with gradients, decoding, and the error budgets of each.
 
-    ``FORMAT.md`` among the files says what is where.
+    ``FORMAT.md`` among the files documents them.
 
     Args:
-        directory: Where to. It is made; if it is there, it must be empty or hold golden vectors, which are replaced.
+        directory: Path of the directory to write. An existing directory must be empty or hold golden vectors, which are
+            replaced.
 
     Returns:
         The directory.
@@ -143,7 +144,7 @@ def write_golden(directory: str | Path) -> Path:
         GoldenError: If the directory holds anything else.
 
     Example:
-        It takes some seconds, and replaces nothing but golden vectors:
+        Writing takes seconds, and replaces only golden vectors:
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +175,7 @@ def write_golden(directory: str | Path) -> Path:
         "cases": lines,
     }
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / INDEX).unlink(missing_ok=True)  # without an index, a set half written is none
+    (directory / INDEX).unlink(missing_ok=True)  # written last: an incomplete set has no index
     for name, content in files.items():
         (directory / name).write_bytes(content)
     text = json.dumps(index, sort_keys=True, indent=1, allow_nan=False) + "\n"
@@ -185,7 +186,7 @@ def write_golden(directory: str | Path) -> Path:
 def _line(
     about: dict[str, Any], inputs: dict[str, Values], results: dict[str, Result], tensors: dict[str, Values]
 ) -> dict[str, Any]:
-    """Return the line of the index of a case, whose tensors are added to those of its file."""
+    """Return the entry of a case in the index, and add its tensors to ``tensors``, those of its file."""
 
     def stored(name: str, array: Values) -> dict[str, Any]:
         tensors[f"{about['id']}/{name}"] = np.ascontiguousarray(array)
@@ -218,7 +219,7 @@ def _entries() -> Iterator[Entry]:
             "default_slopes": name == "canonical",
             "arguments": {"scheme": scheme, "contract": contract, "most_heads": MOST_HEADS},
         }
-        is_exact = contract in ("exact", "geometric")  # the others are float32's by definition
+        is_exact = contract in ("exact", "geometric")  # the other contracts are defined in float32
         yield about, {}, {"slopes": (np.concatenate(rows), _relative(units, is_exact=is_exact))}
     for name, description, case, slopes in BIASES:
         case = _exact_in_all_dtypes(name, case, slopes)
@@ -230,6 +231,7 @@ def _entries() -> Iterator[Entry]:
         case = _exact_in_all_dtypes(contract, Case(Sizes(1, num_heads, 1, (5, kv_len), 1)), own)
         description = f"the bias of {contract}'s checkpoints, as alibi_core.bias documents it"
         about = _about("bias", contract, description, case, contract=contract) | {"default_slopes": True}
+        # The core's own numbers: contracts are defined by their rounding.
         bias = alibi_core.bias(num_heads, 5, kv_len, contract=contract)[None].astype(np.float64)
         yield about, _options(case), {"bias": (bias, _relative(RULES[contract][2] + 1, is_exact=False))}
     for name, description, case, slopes in ATTENTION:
@@ -245,7 +247,7 @@ def _entries() -> Iterator[Entry]:
 
 
 def _relative(units: float, *, is_exact: bool = True) -> dict[str, Any]:
-    """Return budgets as shares of the value and an absolute one, by dtype: of computing in float32, and of storage."""
+    """Return (relative, absolute) budgets by dtype: for computing in float32 (or float64), and for storage."""
     found = {}
     for dtype, unit in UNIT_ROUNDOFF.items():
         storage = unit if dtype in ("float16", "bfloat16") else 0.0
@@ -254,7 +256,7 @@ def _relative(units: float, *, is_exact: bool = True) -> dict[str, Any]:
 
 
 def _exact_in_all_dtypes(name: str, case: Case, slopes: tuple[float, ...] | None) -> Case:
-    """Return a case whose tensors all dtypes hold, multiples of 1/8 of at most 7 bits, and with these slopes."""
+    """Return a case with these slopes and with tensors exact in all dtypes: multiples of 1/8 of at most 7 bits."""
     drawn = Case(case.sizes, seed=zlib.crc32(name.encode()) + case.seed).arrays
     arrays = {x: np.clip(np.round(drawn[x] * 8), -127, 127) / 8 for x in (*TENSORS, "cotangent")}
     arrays["slopes"] = case.arrays["slopes"]
@@ -265,7 +267,7 @@ def _exact_in_all_dtypes(name: str, case: Case, slopes: tuple[float, ...] | None
 
 
 def _options(case: Case) -> dict[str, Values]:
-    """Return the arguments of a case that are arrays, slopes always."""
+    """Return the arguments of a case that are arrays, slopes included."""
     options = {"slopes": case.arrays["slopes"].astype(np.float32)}
     options |= {
         name: x
@@ -278,14 +280,14 @@ def _options(case: Case) -> dict[str, Values]:
 
 
 def _about(kind: str, name: str, description: str, case: Case, **further: Any) -> dict[str, Any]:
-    """Return the line of the index of a case, without its tensors."""
+    """Return the entry of a case in the index, without its tensors."""
     given, size, (q_len, kv_len) = case.arguments, case.sizes, case.sizes.lengths
     offset = given.get("q_offset", kv_len - q_len)
     is_array = isinstance(offset, np.ndarray)
     bias = penalties(case.rules(case.arrays["slopes"]), size.batch, case.num_heads, q_len, kv_len)
     features = Computation((), {}, **case.call("float64")).conditions & set(FEATURES)
     features |= {"offset", "batch_offsets"} if is_array else {"far"} if abs(offset) >= FAR else set()
-    # A bias says nothing of a query that may look nowhere but that it may not.
+    # A bias needs no rule for fully masked queries: its row is -inf.
     if kind != "bias" and bias.size > 0 and not np.isfinite(bias).any(axis=-1).all():
         features |= {"nowhere"}
     features |= {"empty"} if 0 in (q_len, kv_len) else set()
@@ -324,13 +326,14 @@ def _results(case: Case, about: dict[str, Any]) -> dict[str, Result]:
 
 @dataclass(frozen=True)
 class GoldenReport:
-    """What came of all cases.
+    """The result of :func:`check_golden`.
 
     Attributes:
-        program: What the results say they are from.
-        dtype: Whose budgets counted.
-        golden_version: Of the golden vectors.
-        cases: What came of each: its id as name, its description as statement, and its worst element.
+        program: Name of the program, from ``results.json``.
+        dtype: Dtype whose budgets were used.
+        golden_version: Version of the golden vectors.
+        cases: One report for each case: ``name`` is its id, ``statement`` its description, and ``counterexample`` its
+            worst element.
 
     Example:
         >>> report = GoldenReport("mine", "float32", 1, ())
@@ -345,12 +348,12 @@ class GoldenReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no case failed, of those that were offered."""
+        """Whether no offered case failed."""
         return self.counts["failed"] == 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many cases passed, failed and were not offered."""
+        """The numbers of cases that passed, failed and were not offered."""
         states = [case.status for case in self.cases]
         return {status: states.count(status) for status in ("passed", "failed", "not offered")}
 
@@ -361,27 +364,27 @@ class GoldenReport:
         return "\n".join([*lines, *(f"  {x.name}: failed, {x.counterexample or x.reason}" for x in failed)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report for JSON, which has no numbers that are not finite: they are strings."""
+        """Return the report as a dictionary for JSON; infinite and NaN numbers become strings."""
         return {**plain(asdict(self)), "passed": self.passed, "counts": self.counts}
 
 
 def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
-    """Compare results that a program wrote with golden vectors.
+    """Compare the results of a program with golden vectors.
 
-    A result that is missing is reported as not offered and fails nothing; an element that is not finite where it should
-    be fails its case.
+    A missing result is reported as not offered and fails nothing. An infinite or NaN element where a finite one is
+    expected fails its case.
 
     Args:
-        directory: Golden vectors, as :func:`write_golden` writes them.
+        directory: Directory of golden vectors, from :func:`write_golden`.
         results: A directory with ``results.json`` and the files that it names; ``FORMAT.md`` beside the golden vectors
-            says what they hold.
+            documents them.
 
     Returns:
-        What came of every case.
+        A report on every case.
 
     Raises:
-        GoldenError: If either directory cannot be used: a file is missing, damaged, of another format or version, or
-            outside the directory; a result has no golden counterpart, or another shape; nothing is offered.
+        GoldenError: If either directory is unusable: a file is missing, damaged, of another format or version, or
+            outside the directory; a result has no golden counterpart, or another shape; there are no results.
 
     Example:
         >>> try:
@@ -397,6 +400,7 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
         content = _file_in(directory, entry["name"])
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise GoldenError(f"{directory / entry['name']}: must have the SHA-256 {entry['sha256']}")
+        # FORMAT.md is checked by its hash alone.
         if entry["name"].endswith(".safetensors"):
             golden |= _tensors(directory / entry["name"], content)
     path = results / RESULTS_INDEX
@@ -434,7 +438,7 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
 def _judged(
     case: dict[str, Any], golden: dict[str, Values], offered: dict[str, Values], dtype: str, failure: Any
 ) -> LawReport:
-    """Return what came of a case, with the element that is farthest off."""
+    """Return the report on a case, with the element that is farthest off."""
     found = [x for x in case["expected"].values() if x["tensor"] in offered]
     missing = ", ".join(name for name, x in case["expected"].items() if x["tensor"] not in offered)
     reason = f"there is no {missing}" if missing else ""
@@ -447,6 +451,7 @@ def _judged(
             budget = golden[limits["tensor"]]
         else:
             budget = np.abs(np.where(np.isfinite(expected), expected, 0)) * limits["relative"] + limits["absolute"]
+        # Very low numbers count as -inf where -inf is expected.
         actual = np.where(np.isneginf(expected) & (actual <= MASKED), -np.inf, actual)
         share = float(excess(actual, Answer(expected, budget)).max(initial=0))
         if share > report.share:
@@ -456,7 +461,7 @@ def _judged(
 
 
 def _file_in(directory: Path, name: object) -> bytes:
-    """Return what is in a file that lies in a directory itself, whatever its name says."""
+    """Return the content of a file, having checked its size and that it lies in the directory, not outside."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
         raise GoldenError(f"{directory}: a file name must be letters, digits and . _ -, got {name!r}")
     path = directory / name
@@ -468,12 +473,12 @@ def _file_in(directory: Path, name: object) -> bytes:
         if path.stat().st_size > MOST_BYTES:
             raise GoldenError(f"{path}: must have at most {MOST_BYTES} bytes")
         return path.read_bytes()
-    except (OSError, RuntimeError) as error:  # RuntimeError, of links that lead in circles
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
         raise GoldenError(f"{path}: cannot be read, {type(error).__name__}") from None
 
 
 def _read_json(path: Path, kind: str, versions: range) -> dict[str, Any]:
-    """Return a JSON file of a format and version."""
+    """Return the object in a JSON file, having checked its format and version."""
     try:
         content = json.loads(_file_in(path.parent, path.name))
     except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:

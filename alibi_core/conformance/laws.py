@@ -1,7 +1,7 @@
-"""The laws of ALiBi: each a family of cases, the smallest first, in which an implementation must be exact to rounding.
+"""The laws of ALiBi: each is a family of cases, the smallest first, in which results must be exact to rounding.
 
-Laws of a single feature find little that ``combined`` would not. They are apart so that a report says which feature is
-wrong and which are right, from counterexamples that have nothing else in them.
+The law ``combined`` would find most mistakes. Laws of single features exist so that a report says which feature is
+wrong, with a counterexample that uses no other feature.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from alibi_core.conformance.oracle import UNIT_ROUNDOFF, Answer, Rules, penaltie
 from alibi_core.conformance.reference import TENSORS
 from alibi_core.conformance.trial import Trial
 
-# Few, for compilers need long for each; in most, each axis has a length of its own. The smallest come first.
+# Few sizes, because compiling each takes long, the smallest first; in most, all axes have different lengths.
 PLAIN = (Sizes(1, 1, 1, (1, 1), 1), Sizes(1, 1, 1, (2, 2), 1), Sizes(2, 3, 1, (7, 7), 5))
 SQUARE = PLAIN[-1]
 FEWER, MORE = Sizes(2, 2, 1, (5, 11), 3), Sizes(2, 3, 1, (11, 5), 3)
 UNEQUAL = (Sizes(1, 1, 1, (1, 2), 1), Sizes(2, 5, 1, (1, 13), 2), FEWER, MORE)
 GROUPED = (Sizes(1, 2, 2, (2, 2), 1), Sizes(2, 1, 2, (7, 7), 3), Sizes(1, 3, 2, (7, 7), 8))
 UNEQUAL_GROUPED = (Sizes(2, 3, 2, (5, 11), 3),)
-# Long enough for keys in several blocks, 64 each at least, and for horizons to end within the row.
+# Long enough for several blocks of 64 keys or more, and for horizons shorter than the row.
 LONG = Sizes(2, 3, 1, (150, 150), 4)
 LONGER = (
     Sizes(2, 2, 2, (150, 150), 4),
@@ -43,7 +43,7 @@ LONGER = (
     Sizes(2, 1, 2, (201, 90), 5),
     Sizes(1, 2, 3, (2, 260), 4),
 )
-# Heads, queries and keys of a bias, the smallest first, and in the end one long enough for positions to be rounded.
+# Heads, queries and keys of a bias, the smallest first; the last has positions that bfloat16 would round.
 BIAS_SIZES = (
     *((1, 1, 1), (3, 1, 2), (2, 2, 1), (8, 2, 3), (3, 3, 2), (12, 7, 7), (1, 16, 16), (5, 17, 17)),
     *((2, 1, 13), (3, 5, 11), (8, 11, 5), (12, 16, 9), (2, 17, 1), (3, 300, 300)),
@@ -56,7 +56,7 @@ Cases = Callable[[Trial], Iterable[Case]]
 
 @dataclass(frozen=True)
 class Law:
-    """A statement, and the check of an adapter that has this function and offers these features."""
+    """A statement, and its check, for adapters that have ``function`` and the features ``needs``."""
 
     name: str
     statement: str
@@ -66,7 +66,7 @@ class Law:
 
 
 def law(function: str, *needs: str) -> Callable[[Check], Law]:
-    """Make a check a law, with the name of the check, and with its docstring for a statement."""
+    """Return a decorator that turns a check into a law; its name and docstring become the law's name and statement."""
 
     def made(check: Check) -> Law:
         return Law(check.__name__, (check.__doc__ or "").rstrip("."), function, frozenset(needs), check)
@@ -75,7 +75,7 @@ def law(function: str, *needs: str) -> Callable[[Check], Law]:
 
 
 def law_of_cases(hold: Callable[[Trial, Case], None], function: str, *needs: str) -> Callable[[Cases], Law]:
-    """Make a law of the cases that an adapter is held to."""
+    """Return a decorator that turns a generator of cases into a law; ``hold`` checks one case."""
 
     def made(cases: Cases) -> Law:
         @functools.wraps(cases)
@@ -101,11 +101,12 @@ def slopes(trial: Trial) -> None:
 
 
 def slopes_error(trial: Trial, num_heads: int) -> float:
-    """Return how far slopes may be off, relatively.
+    """Return the relative error budget of slopes.
 
-    A power is off by a unit in the last place or so, and storing it by another. Exponents that are no dyadic numbers
-    are rounded before, by as much as ``u`` times their size, at most 8. In float64 the base may be rounded before it is
-    raised to powers of up to ``2 * num_heads``, which is lost in rounding to float32; in float32 that is BLOOM's way.
+    The power may be off by about one unit in the last place, and its storage by another. Exponents that are not dyadic
+    are rounded first, by up to ``u`` times their size, which is at most 8. In float64 the base may be rounded before it
+    is raised to powers of up to ``2 * num_heads``; rounding to float32 hides that. In float32 only BLOOM's contract
+    rounds the base.
     """
     contract = trial.offer.contract
     if trial.offer.dtype == "float64" and contract in ("exact", "geometric"):
@@ -114,7 +115,7 @@ def slopes_error(trial: Trial, num_heads: int) -> float:
 
 
 def bias_answer(trial: Trial, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Answer:
-    """Return the exact bias: slopes, their product with the distance, and its storage may be rounded."""
+    """Return the exact bias; the budget allows rounding of slopes, of their product with distances, and of storage."""
     contract = trial.offer.contract
     if contract in ("exact", "geometric"):
         rules = Rules(np.asarray(slope_values(num_heads, contract=contract)), kv_len - q_len, is_causal)
@@ -126,7 +127,7 @@ def bias_answer(trial: Trial, num_heads: int, q_len: int, kv_len: int, is_causal
 
 
 def check_bias(trial: Trial, *, is_causal: bool) -> None:
-    """Hold the bias to several sizes."""
+    """Check the bias for several sizes."""
     rng = random.Random(trial.seed)
     drawn = [(rng.choice([1, 2, 3, 8, 12]), rng.randint(1, 17), rng.randint(1, 17)) for _ in range(trial.examples)]
     for num_heads, q_len, kv_len in (*BIAS_SIZES, *(drawn if trial.is_thorough else ())):
@@ -156,7 +157,7 @@ nowhere_law = functools.partial(law_of_cases, functools.partial(Trial.attention,
 
 
 def forms_of(trial: Trial) -> tuple[str, ...]:
-    """Return the forms of attention that are offered."""
+    """Return the forms of attention that the adapter offers: causal, symmetric and so on."""
     forms = FORMS if "asymmetric" in trial.features else FORMS[:2]
     return forms if "symmetric" in trial.features else FORMS[:1]
 
@@ -170,19 +171,19 @@ def packed(case: Case, form: str, ids: tuple[int, ...]) -> Case:
 
 
 def further_cases(feature: str, trial: Trial) -> Iterator[Case]:
-    """Yield the cases of a feature that no option of a case makes."""
+    """Yield additional cases of a feature, beside the values of its option."""
     case = Case(SQUARE)
     if feature == "causal":  # heads without a slope among others
         yield case.with_arrays(slopes=np.asarray([0.0, 0.25, 0.0]))
-    if feature == "offset":  # before all keys, by batch entry, and 0, which is an offset like any other
+    if feature == "offset":  # before all keys; one for each batch entry; and 0, which code may take for "not given"
         yield Case(SQUARE, q_offset=-3)
         yield from [Case(SQUARE, q_offset=PER_BATCH)] * ("batch_offsets" in trial.features)
         yield from [Case(FEWER, q_offset=0)] * ("lengths" in trial.features)
-    if feature == "segments":  # any ids, that go on after others
+    if feature == "segments":  # arbitrary ids; a segment continues after others
         yield from (
             packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 7, 2 + 2**16, -7)) for form in forms_of(trial)[:2]
         )
-    if feature == "mask":  # a key that scores 30,000 or so more than others, and is hidden
+    if feature == "mask":  # a masked key whose score is about 30,000 above the others
         query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
         shown = np.ones((2, 1, 1, 7), dtype=bool)
         key[:, :, 3], shown[..., 3] = 1000, False
@@ -210,7 +211,7 @@ def feature_law(
     sizes: tuple[Sizes, ...] = PLAIN,
     forms: tuple[str, ...] = CAUSAL,
 ) -> Law:
-    """Return the law of a feature, which needs it, unless it is ``"causal"``: all values of one option."""
+    """Return the law of a feature, which tries all values of its option; it needs the feature unless ``"causal"``."""
 
     def cases(trial: Trial) -> Iterator[Case]:
         own = {feature} | (trial.features & {"batch_offsets", "far"} if feature == "offset" else set())
@@ -219,7 +220,7 @@ def feature_law(
         values = [{"form": form, name: x} for form in offered for name, found in options.items() for x in found]
         has_unequal = "lengths" in trial.features and feature not in ("causal", "grouped", "lengths")
         ordered = sorted(sizes + UNEQUAL * has_unequal, key=lambda x: x.elements)
-        # Small sizes meet every value; the values are dealt out among the other sizes, for compilers' sake.
+        # Small sizes are tried with every value. Larger sizes share the values among them, to save compilation.
         small, large = ([x for x in ordered if (x.elements <= SMALL) is is_small] for is_small in (True, False))
         yield from trial.seeded(Case(size, **x) for size in small for x in values)
         number = max(len(large), len(values))
@@ -276,7 +277,7 @@ def combined(trial: Trial) -> Iterator[Case]:
     sizes = PLAIN[1:] + UNEQUAL[1:] * ("lengths" in trial.features) + GROUPED[1:] * ("grouped" in trial.features)
     sizes += UNEQUAL_GROUPED * ({"lengths", "grouped"} <= trial.features)
     yield from trial.drawn(sizes, forms_of(trial), trial.features)
-    # Two things that hide keys: a key is hidden by either.
+    # Pairs of features that mask keys: a key is masked if either masks it.
     hiding: dict[str, dict[str, Any]] = {
         "window": {"window_size": 3},
         "segments": {"packing": "pair"},
@@ -287,7 +288,7 @@ def combined(trial: Trial) -> Iterator[Case]:
             yield Case(Sizes(2, 3, 1, (13, 13), 5), form, **(one | other))
     if {"grouped", "mask"} <= trial.features:
         yield Case(GROUPED[-1], masking="by head")
-    # All axes alike, for those who tell them by their lengths.
+    # All axes of one length, for implementations that recognise axes by their lengths.
     yield Case(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None)
 
 
@@ -295,13 +296,13 @@ def combined(trial: Trial) -> Iterator[Case]:
 
 
 def long_sizes(trial: Trial) -> tuple[Sizes, ...]:
-    """Return sizes with rows of several blocks, as far as they are offered."""
+    """Return the sizes with rows of several blocks that the adapter's features allow."""
     found = [x for x in LONGER if x.lengths[0] == x.lengths[1] or "lengths" in trial.features]
     return (LONG, *(x for x in found if x.group == 1 or "grouped" in trial.features))
 
 
 def even_case(trial: Trial, form: str = "causal", **options: Any) -> Case:
-    """Return a case with rows of several blocks, in which all keys weigh about the same."""
+    """Return a case with rows of several blocks, in which all keys have similar weights."""
     case = Case(LONG, form, seed=trial.seed, **options)
     slopes = (np.linspace(0, 1, case.num_heads) / 150).astype(np.float32).astype(np.float64)
     return case.with_arrays(query=case.arrays["query"] / 10, slopes=slopes)
@@ -310,31 +311,31 @@ def even_case(trial: Trial, form: str = "causal", **options: Any) -> Case:
 @attention_law()
 def long(trial: Trial) -> Iterator[Case]:
     """Rows of several blocks are exact, however far away the keys that weigh most are."""
-    for n in (63, 64, 65, 127, 128, 129):  # about the ends of blocks
+    for n in (63, 64, 65, 127, 128, 129):  # around the ends of blocks
         yield large_case(Sizes(1, 1, 1, (n, n), 4), trial.seed)
     yield from (Case(LONG, data=name) for name in DATA)
     yield from (Case(sizes) for sizes in long_sizes(trial)[1:])
-    if "segments" in trial.features:  # some queries see nothing of the first blocks, others of those between
+    if "segments" in trial.features:  # for some queries the first blocks are fully masked, for others middle blocks
         yield Case(LONG, packing="same")
         yield packed(even_case(trial), "causal", (5, -1, 5))
     if "scale" in trial.features:
         yield Case(LONG, scaling=0.0625, seed=trial.seed)
-    # Masks and windows go on behind the first block, too. No key is too far away to count.
+    # Masks and windows must apply in all blocks. Slopes are so flat that every key matters.
     for form in forms_of(trial)[:2]:
         for name in ("by query", "by key", "by head") if "mask" in trial.features else ():
             yield even_case(trial, form, masking=name)
         for window_size in (63, 64, 100) if "window" in trial.features else ():
             yield even_case(trial, form, window_size=window_size)
-    # All scores are around -200: a weight underflows, unless it is taken relative to the row's highest.
+    # All scores are around -200: exp underflows unless the row's maximum is subtracted.
     case = Case(LONG)
     yield case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10)
     uses = trial.features & {"offset", "segments"}
     yield from trial.drawn(long_sizes(trial), forms_of(trial), uses, 0.5, data=("normal", *DATA))
 
 
-# Kernels have other paths, and tables other pages, beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features,
-# 256, 512, 1024, 2048 tokens, and with few queries: a case is beyond each, and there are few, for compilers' sake.
-# Other paths are for blocks that come out even, which most people use, and for features that do not fill the last one.
+# Kernels change paths beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features, 256, 512, 1024, 2048 tokens,
+# and with few queries. There is a case beyond each limit, but few cases in all, to save compilation. Further paths
+# exist for lengths that are multiples of the block size, and for features that do not fill the last block.
 LARGE = (
     Sizes(9, 9, 1, (20, 20), 75),
     Sizes(1, 2, 9, (300, 300), 139),
@@ -357,7 +358,7 @@ LARGE_GRADIENTS = (
 
 
 def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
-    """Yield cases of these sizes, as far as they are offered."""
+    """Yield cases of the sizes that the adapter's features allow."""
     for sizes in all_sizes:
         if sizes.group > 1 and "grouped" not in trial.features:
             sizes = dataclasses.replace(sizes, num_kv_heads=sizes.num_kv_heads * sizes.group, group=1)
@@ -366,10 +367,10 @@ def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
 
 
 def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
-    """Return a case in which no key of some heads is too far away to count, and others have horizons."""
+    """Return a case in which every key matters for some heads, and other heads have short horizons."""
     case = Case(sizes, form, seed=seed)
     tensors = {name: case.arrays[name] / case.arrays[name].std() for name in TENSORS}
-    # The penalty of the farthest key is 4 in the first head, and so on; no two heads have the same slope.
+    # Penalties of the farthest key, by head; then slopes are scaled so that no two heads are equal.
     falls = np.resize([4.0, 0.3 * sizes.lengths[1], 1.0, 0.0], case.num_heads) / sizes.lengths[1]
     slopes = falls * np.linspace(1, 1.5, case.num_heads)
     return case.with_arrays(**tensors, slopes=slopes.astype(np.float32).astype(np.float64))
@@ -381,7 +382,7 @@ def large(trial: Trial) -> Iterator[Case]:
     yield from large_cases(trial, LARGE + (LARGEST,) * trial.is_thorough)
     form = "symmetric" if "symmetric" in trial.features else "causal"
     yield large_case(LARGE_GRADIENTS[-1], trial.seed, form)
-    if "mask" in trial.features:  # padding may be left out text by text, or texts of one length together
+    if "mask" in trial.features:  # kernels may skip padding for each text, or for texts of equal length together
         yield Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed)
 
 
@@ -390,24 +391,24 @@ def precision(trial: Trial) -> Iterator[Case]:
     """A step of the bias counts at any distance: positions, distances, bias and sums have float32's digits at least."""
     case = Case(Sizes(1, 1, 1, (600, 600), 4))
     yield from (dataclasses.replace(case, seed=seed, data="no_queries") for seed in range(2))
-    # Scores rise by 0.30078125, a number that bfloat16 holds, with each token back, and the bias falls by 0.3.
+    # With each token back, scores rise by 0.30078125, exact in bfloat16, and the bias falls by 0.3.
     back = np.arange(600.0)[:, None]
     key = np.concatenate([-(back // 256) * 256, -(back % 256), back * 0, back * 0], axis=1)
     halves = np.repeat(back // 300, 4, axis=1)
     tensors = {"query": np.full((1, 1, 600, 4), 2 * 0.30078125), "key": key[None, None], "value": halves[None, None]}
     yield case.with_arrays(**tensors, slopes=np.asarray([np.float32(0.3)], np.float64))
-    # Products of features add up to 256 before they cancel, and the rest, which counts, is small.
+    # Products of features add up to 256 before they cancel; the remainder, which matters, is small.
     case = Case(Sizes(1, 1, 1, (40, 40), 64), seed=1)
     key = np.concatenate([case.arrays["key"][..., :32] / 8 + 4, case.arrays["key"][..., 32:] / 8 - 4], axis=-1)
     tensors = {"query": case.arrays["query"] * 0 + 2, "key": key, "value": np.resize([0.0, 1.0], key.shape)}
     yield case.with_arrays(**tensors, slopes=np.zeros(1))
     if {"lengths", "offset"} <= trial.features:
-        # Neighbours among far keys weigh the same if a step of the bias is lost, where exp(1/2) should be between.
+        # Adjacent far keys get equal weights if a step of the bias is lost; their ratio should be exp(1/2).
         value = np.resize([0.0, 1.0], 4096)[None, None, :, None]
         tensors = {"query": np.zeros((1, 1, 1, 1)), "key": value * 0, "value": value}
         far = Case(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
         yield far.with_arrays(**tensors, slopes=np.asarray([0.5]))
-        # A sum of many small parts stands still where it has few digits.
+        # A sum of 4,096 equal weights stops growing in low precision.
         yield far.with_arrays(**tensors | {"value": value * 0 + 1}, slopes=np.zeros(1))
 
 
@@ -438,7 +439,7 @@ def empty(trial: Trial) -> Iterator[Case]:
 @law("attention")
 def independent(trial: Trial) -> None:
     """No call depends on earlier calls: not on their slopes, their form or their data."""
-    plain = Case(Sizes(2, 3, 1, (8, 8), 4), seed=trial.seed)  # sizes that no other law has
+    plain = Case(Sizes(2, 3, 1, (8, 8), 4), seed=trial.seed)  # sizes of no other law, so that nothing is cached
     changes: list[tuple[str, tuple[Any, Any], str]] = [("form", (x, x), "symmetric") for x in forms_of(trial)[1:]]
     changes += [("window_size", (1, 4), "window"), ("scaling", (0.25, 1.0), "scale"), ("q_offset", (2, 5), "offset")]
     pairs = [(plain, plain)]
@@ -464,18 +465,18 @@ def independent(trial: Trial) -> None:
 
 
 def all_gradients(trial: Trial) -> tuple[str, ...]:
-    """Return the names of the gradients that are offered."""
+    """Return the names of the gradients that the adapter offers."""
     has_slopes = "slope_gradients" in trial.features and trial.offer.takes("attention_grad", "slopes")
     return (*TENSORS, "slopes", "future_slopes") if has_slopes else TENSORS
 
 
 def hold_gradients(trial: Trial, case: Case) -> None:
-    """Hold all gradients that are offered to a case."""
+    """Check all gradients that the adapter offers in a case."""
     trial.gradients(case, all_gradients(trial))
 
 
 def gradients_of(*names: str) -> Callable[[Trial, Case], None]:
-    """Return what holds the gradients of these names to a case."""
+    """Return a function that checks the gradients of these names in a case."""
     return lambda trial, case: trial.gradients(case, names)
 
 
@@ -483,13 +484,13 @@ gradient_law = functools.partial(law_of_cases, hold_gradients, "attention_grad")
 
 
 def drawn_gradients(trial: Trial, share: float, **more: Any) -> Iterator[Case]:
-    """Yield short cases whose gradients are tried."""
+    """Yield drawn short cases for gradients."""
     sizes = PLAIN[1:] + (FEWER,) * ("lengths" in trial.features) + GROUPED[-1:] * ("grouped" in trial.features)
     yield from trial.drawn(sizes, forms_of(trial), trial.features - {"far"}, share, **more)
 
 
 def short_gradients(trial: Trial) -> Iterator[Case]:
-    """Yield plain cases, then drawn ones: half as many where another law asks for some gradients of as many again."""
+    """Yield plain cases, then drawn cases: half as many if ``some_gradients`` draws cases, too."""
     yield from trial.seeded(Case(size) for size in PLAIN[1:])
     yield from drawn_gradients(trial, 0.5 if "some_gradients" in trial.features else 1)
 
@@ -532,7 +533,7 @@ def large_gradients(trial: Trial) -> Iterator[Case]:
     yield from large_cases(trial, LARGE_GRADIENTS)
 
 
-ASKED = Sizes(2, 2, 1, (150, 150), 8)  # rows of several blocks, which compilers may treat otherwise than short ones
+ASKED = Sizes(2, 2, 1, (150, 150), 8)  # rows of several blocks: compilers may treat them differently from short rows
 
 
 @gradient_law()
@@ -558,7 +559,7 @@ def some_gradients(trial: Trial) -> Iterator[Case]:
 
 
 def decodes_groups(trial: Trial) -> bool:
-    """Return whether decoding is offered with fewer key/value heads: if nothing is declared, whether it raises."""
+    """Return whether decoding supports grouped heads: the declaration, or else whether a call is not refused."""
     if "grouped" not in trial.features or trial.offer.declared is not None:
         return "grouped" in trial.features
     case = trial.fitted(Case(GROUPED[0]))
@@ -580,7 +581,7 @@ def decoding(trial: Trial) -> None:
             decode(trial, [Case(sizes, seed=seed + i) for i in range(2)], [steps, steps])
 
 
-# A single step, a few tokens, a page, and a prefill that ends within one. Few, for compilers make a program of each.
+# Tokens in a step: part of a page, a page, and a prefill that ends within a page. Few, because each is compiled.
 CHUNKS = (17, 64, 100)
 
 
@@ -600,7 +601,7 @@ def long_decoding(trial: Trial) -> None:
 @law("decode_step", "continuations")
 def continuations(trial: Trial) -> None:
     """Two sequences may continue from one cache, as in beam search."""
-    for ends in ((1, 2, 3), (3, 5, 6), (30, 31, 50)):  # of what is shared, and of two steps by turns
+    for ends in ((1, 2, 3), (3, 5, 6), (30, 31, 50)):  # ends of the shared prefix, and of two further steps in turn
         first, other = (Case(dataclasses.replace(SQUARE, lengths=(ends[-1],) * 2), seed=seed) for seed in (0, 1))
         shared = {
             name: np.concatenate([first.arrays[name][:, :, : ends[0]], other.arrays[name][:, :, ends[0] :]], axis=2)
@@ -619,10 +620,10 @@ def continuations(trial: Trial) -> None:
 
 
 def recalled(sizes: Sizes, seed: int) -> Case:
-    """Return a sequence whose queries look for a few keys each, near and far, so that none of them can be missed.
+    """Return a sequence in which each query attends to few keys, near and far, so that every key matters.
 
-    Every 32nd key is the same, and the queries of a head look for one after the other: what is lost or moved is a
-    large part of what is found, also in dtypes of few digits.
+    Every 32nd key is equal, and successive queries of a head match different keys. A lost or moved key changes the
+    output much, also in low precision.
     """
     case = Case(sizes, seed=seed)
     (q_len, kv_len), width = sizes.lengths, sizes.head_dim
@@ -635,7 +636,7 @@ def recalled(sizes: Sizes, seed: int) -> Case:
 
 
 def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
-    """Return steps that begin like this and go on at random, single ones and chunks, to the most tokens."""
+    """Return steps that begin with ``first``, then random single tokens and chunks, up to MOST_TOKENS in all."""
     steps = list(first)
     while (rest := MOST_TOKENS - sum(steps)) > 0:
         chunk = rng.choice((*CHUNKS, 0))
@@ -644,12 +645,12 @@ def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
 
 
 def tokens_of(answer: Answer, start: int, end: int) -> Answer:
-    """Return the answer to some of the tokens."""
+    """Return the answer for tokens ``start`` to ``end - 1``."""
     return Answer(answer.value[:, :, start:end], answer.budget[:, :, start:end])
 
 
 def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]]) -> None:
-    """Decode sequences in these steps of each, by turns, and hold what comes of each step to the exact answer."""
+    """Decode the sequences in turn, each in its steps, and compare the output of each step with the exact one."""
     cases = [trial.fitted(case) for case in cases]
     answers = [trial.answer(case) for case in cases]
     for number, start, end, actual, own in decoded(trial.caller, cases, steps):
@@ -664,7 +665,7 @@ def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]]) -> Non
 
 
 def is_answered(trial: Trial, function: str, seed: int) -> bool:
-    """Call a function of the adapter with something plain, and return whether its answer is right."""
+    """Call a function of the adapter with a plain case, and return whether the result is right."""
     case = Case(SQUARE, seed=seed)
     calls: dict[str, Callable[[], Any]] = {
         "slopes": lambda: trial.caller.slopes(case.num_heads),
@@ -673,7 +674,7 @@ def is_answered(trial: Trial, function: str, seed: int) -> bool:
         "attention_grad": lambda: trial.gradients(case, TENSORS),
         "decode_step": lambda: decode(trial, [case], [(3, 4)]),
     }
-    with contextlib.suppress(DepartureError):  # that is for other laws
+    with contextlib.suppress(DepartureError):  # other laws report wrong results
         calls[function]()
         return True
     return False

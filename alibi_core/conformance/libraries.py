@@ -1,4 +1,4 @@
-"""Attention functions of array libraries as adapters: their arrays inside, NumPy's outside."""
+"""Adapters for attention functions of array libraries: they convert NumPy arrays to the library's and back."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ ENTRY_POINTS = "alibi_core.conformance"
 
 @dataclass(frozen=True)
 class Library:
-    """How arrays get into an array library and out, and how it differentiates.
+    """Conversion of arrays to a library and back, and its gradients.
 
     Attributes:
         xp: The namespace.
-        array: Makes NumPy values an array of the dtype that is called so, or of their own for None.
-        numpy: Makes an array NumPy's: bfloat16, which NumPy lacks, float32.
+        array: ``array(values, dtype)`` converts a NumPy array to the library's; ``dtype`` is a name, or None for the
+            dtype of the values.
+        numpy: ``numpy(array)`` converts an array to NumPy; bfloat16, which NumPy lacks, becomes float32.
         gradients: ``gradients(function, arguments, wrt, weight)`` returns the gradients of
-            ``sum(function(**arguments) * weight)`` by the arguments that ``wrt`` names; None where there are none.
-            Weight is an array, or a number for a constant one, which is to be made where a loss that is a sum makes it.
-        compiled: Makes a function one program, where each operation by itself is compiled for each shape.
+            ``sum(function(**arguments) * weight)`` by the arguments named in ``wrt``; None without gradients.
+            ``weight`` is an array, or a number if it is constant: then create it inside the compiled function, as a
+            loss that is a sum does.
+        compiled: Compiles a function as one program, for libraries that compile each operation for each shape; default:
+            no compilation.
 
     Example:
         NumPy, which has no gradients and compiles nothing:
@@ -49,14 +52,14 @@ class BackendAdapter:
     """An attention function with the arguments of this library's backends, as an adapter.
 
     Args:
-        name: In reports.
-        library: Of the function's arrays.
+        name: Name in reports.
+        library: Library of the function's arrays.
         attention: ``attention(query, key, value, slopes, **arguments)``.
-        dtype: Of the adapter.
+        dtype: Name of the dtype of tensors.
         length_first: Whether its tensors are ``[batch, length, heads, head_dim]``.
-        cached: Makes a decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads
-            first, for sequences of at most ``MAX_LENGTH`` tokens. Default, none.
-        continuations: Whether caches stay as they are when tokens are appended.
+        cached: Decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads first,
+            for sequences of at most ``MAX_LENGTH`` tokens. Default: no decoding.
+        continuations: Whether caches are immutable, so that two sequences may continue from one cache.
         points: Whether the function takes positions of the caller's own.
 
     Example:
@@ -97,11 +100,11 @@ class BackendAdapter:
         return {"xp": xp, "dtype": xp.float64 if self.dtype == "float64" else xp.float32}
 
     def slopes(self, num_heads: int) -> Values:
-        """Return the core's slopes, made in the library."""
+        """Return the core's slopes, computed in the library."""
         return self._library.numpy(alibi_core.slopes(num_heads, **self._wide))
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
-        """Return the core's bias, made in the library."""
+        """Return the core's bias, computed in the library."""
         bias = functools.partial(alibi_core.bias, num_heads, q_len, kv_len, is_causal=is_causal, **self._wide)
         return self._library.numpy(self._library.compiled(bias)())
 
@@ -126,6 +129,7 @@ class BackendAdapter:
         inputs = {name: self._tensor(x) for name, x in (("query", query), ("key", key), ("value", value))}
         inputs |= {"slopes": self._place(slopes), **self._arguments(query, key, arguments)}
         wrt = wrt or tuple(name for name in (*TENSORS, "slopes", "future_slopes") if name in inputs)
+        # A constant weight is passed as a number, so that a compiler sees a constant.
         is_constant = grad_output.size > 0 and bool((grad_output == grad_output.flat[0]).all())
         weight = float(grad_output.flat[0]) if is_constant else self._tensor(grad_output)
         assert self._library.gradients is not None
@@ -136,7 +140,7 @@ class BackendAdapter:
         }
 
     def _decode_step(self, query: Values, key: Values, value: Values, slopes: Values, cache: Any) -> tuple[Values, Any]:
-        """Return what the library's cache attends to."""
+        """Return the output of a decoding step of the library, and its cache."""
         tensors = [self._library.array(x, self.dtype) for x in (query, key, value)]
         result, cache = self._cached(*tensors, self._place(slopes), cache)
         return self._library.numpy(result), cache
@@ -156,7 +160,7 @@ class BackendAdapter:
         return self._library.array(values, None) if isinstance(values, np.ndarray) else values
 
     def _arguments(self, query: Values, key: Values, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments in the library's arrays; those that have their default value are left to it."""
+        """Return the arguments as arrays of the library, without arguments that have their default value."""
         defaults = {"is_causal": True, "q_offset": key.shape[2] - query.shape[2]}
         return {
             name: self._place(x)
@@ -166,13 +170,13 @@ class BackendAdapter:
 
 
 def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[Any]:
-    """Return the adapters of every installed backend, and of other packages that register some.
+    """Return the adapters of installed backends and of other packages that register adapters.
 
     A package registers a function without arguments that returns adapters, as an entry point of the group
-    ``alibi_core.conformance``. One whose framework is not installed is left out.
+    ``alibi_core.conformance``. Packages whose framework is not installed are skipped.
 
     Args:
-        dtypes: Of the adapters to return; None for all.
+        dtypes: Names of the dtypes of the adapters to return; None for all.
 
     Example:
         >>> "alibi_core" in [adapter.name for adapter in installed_adapters(dtypes=["float64"])]
@@ -189,7 +193,7 @@ def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[A
 
 
 def numpy_adapters() -> list[BackendAdapter]:
-    """Return the core's reference on NumPy arrays.
+    """Return adapters of the core's reference attention on NumPy arrays.
 
     Example:
         >>> [adapter.dtype for adapter in numpy_adapters()]

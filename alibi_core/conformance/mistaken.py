@@ -1,4 +1,4 @@
-"""Mistakes of the table run: as an adapter, and in float64 for the diagnosis."""
+"""Implementations with mistakes of the catalogue: as an adapter, and in float64 for the diagnosis."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from alibi_core.conformance.reference import (
 
 
 class Mistaken:
-    """An adapter that makes mistakes of the table, and none else.
+    """An adapter that makes the given mistakes and no others.
 
     Args:
-        mistakes: Names, of ``MISTAKES``.
-        where: Under which condition: ``"mask"`` for calls with a mask alone, and so on. Default, everywhere.
-        functions: Which functions make them; the others are right.
-        dtype: As in :class:`Adapter`.
-        features: As in :class:`Adapter`. Default, all; in float64 all but ``"far"``, for which a bias has to be counted
-            from the nearest key.
+        mistakes: Names in ``MISTAKES``.
+        where: Name of a condition: with ``"mask"`` the mistakes are made only in calls with a mask, and so on. Default:
+            in all calls.
+        functions: Names of the functions that make the mistakes; the others are right.
+        dtype: As in :class:`Adapter`: dtype of the arrays.
+        features: As in :class:`Adapter`: the offered features. Default: all; in float64 all but ``"far"``, for which a
+            bias must be counted from the nearest key.
 
     Example:
         >>> Mistaken("negated slopes").slopes(2).tolist()
@@ -56,6 +57,7 @@ class Mistaken:
         self.name, self.dtype, self.features = " and ".join(mistakes) or "right", dtype, features
         if features is None:
             self.features = frozenset(FEATURES) - ({"far"} if dtype == "float64" else set())
+        # By function: the mistakes that it makes.
         made = [(CATALOGUE[name], where) for name in mistakes]
         self._made = {function: made if function in functions else [] for function in FUNCTIONS}
         self._own = np.float64 if dtype == "float64" else np.float32
@@ -93,7 +95,7 @@ class Mistaken:
         return {name: x.astype(self._own) if "slopes" in name else self._stored(x) for name, x in kept.items()}
 
     def decode_step(self, query: Values, key: Values, value: Values, slopes: Values, cache: Any) -> tuple[Values, Any]:
-        """Return the output of some more tokens, and all keys and values so far."""
+        """Return the output of the next tokens, and all keys and values so far."""
         with np.errstate(all="ignore"):
             made, state = self._made["decode_step"], self._state
             output, cache = decode_step(made, state, query, key, value, slopes, cache)
@@ -104,7 +106,7 @@ class Mistaken:
 
 
 class Simulation:
-    """Mistakes in float64, asked as a caller asks an adapter of this dtype and contract."""
+    """Mistakes in float64, with the methods of :class:`Caller`, for inputs of this dtype and contract."""
 
     def __init__(self, mistakes: Active, dtype: str, contract: str) -> None:
         self.mistakes, self.dtype, self.contract, self.state = mistakes, dtype, contract, dict[Any, Any]()
@@ -126,6 +128,6 @@ class Simulation:
         return differentiate(Computation(self.mistakes, self.state, **case.call(self.dtype)))
 
     def decode_step(self, tensors: Mapping[str, Values], slopes: Values, cache: Any) -> tuple[Values, Any]:
-        """Return the output of some more tokens, and all keys and values so far."""
+        """Return the output of the next tokens, and all keys and values so far."""
         query, key, value = (rounded(tensors[name], self.dtype) for name in TENSORS)
         return decode_step(self.mistakes, self.state, query, key, value, slopes, cache)

@@ -1,6 +1,7 @@
-"""The mistakes that are known by name: each is a step of the reference, a sentence, and what becomes of its value.
+"""The catalogue of known mistakes: each has a name, a sentence, and changes to the values of reference steps.
 
-One table names what an implementation does, runs it (:class:`Mistaken`), and is what a checker must find.
+The catalogue serves three purposes: diagnosis of an implementation, adapters with mistakes (:class:`Mistaken`), and
+tests that the kit finds each mistake.
 """
 
 from __future__ import annotations
@@ -21,51 +22,51 @@ CATALOGUE: dict[str, Mistake] = {}
 
 
 def mistake(name: str, sentence: str, **changes: Change) -> None:
-    """Add a mistake: what becomes of the values of these steps, ``change(computation, value)``."""
+    """Add a mistake, with ``change(computation, value)`` for each changed step."""
     CATALOGUE[name] = Mistake(name, sentence, changes, is_noisy=name.endswith((" scores", " products")))
 
 
 def each(numbers: Iterable[Any], name: str, sentence: str, **changes: Callable[[Any, Any, Any], Any]) -> None:
-    """Add a mistake for each number or dtype, ``change(computation, value, number)``."""
+    """Add a mistake for each number or dtype, with ``change(computation, value, number)`` for each changed step."""
     for n in numbers:
         bound = {step: (lambda c, x, n=n, f=change: f(c, x, n)) for step, change in changes.items()}
         mistake(name.format(n), sentence.format(n), **bound)
 
 
 def listed(name: str, sentence: str, rule: Callable[[int], Any]) -> None:
-    """Add a list of slopes by the number of heads, which is used whatever slopes are given."""
+    """Add a wrong rule of slopes, ``rule(num_heads)``; it also replaces slopes that the caller gives."""
     mistake(name, sentence, slope_list=lambda n, x: rule(n), slopes=lambda c, x: rule(c.num_heads) + 0 * x)
 
 
 def remade(name: str, sentence: str, change: Callable[[Values], Values]) -> None:
-    """Add a change of slopes ``[..., num_heads]``, of the list and of those that are given."""
+    """Add a change of slopes ``[..., num_heads]``: of the adapter's own slopes and of slopes that the caller gives."""
     steps = ("slope_list", "slopes", "future_slopes")
     mistake(name, sentence, **dict.fromkeys(steps, lambda c, x: change(x)))
 
 
 def taken(name: str, sentence: str, index: Callable[[Any, Values], Values]) -> None:
-    """Add a wrong choice among the slopes that are given, ``[batch, num_heads]``."""
+    """Add a wrong indexing of the slopes that the caller gives, ``[batch, num_heads]``."""
     mistake(name, sentence, slopes=index, future_slopes=index)
 
 
 def canonical(n: int, **options: Any) -> Values:
-    """Return the library's slopes of so many heads."""
+    """Return the right slopes of ``n`` heads."""
     return np.asarray(slope_values(n, **options))
 
 
 def power_below(n: int) -> int:
-    """Return the largest power of two that is not larger."""
+    """Return the largest power of two that is at most ``n``."""
     return 1 << (n.bit_length() - 1)
 
 
 def starts(ids: Values) -> Values:
-    """Return at every place the index where its segment's run begins."""
+    """Return for each token the index of the first token of its run of equal ids, ``[batch, length]``."""
     is_first = np.concatenate([np.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     return np.maximum.accumulate(is_first * np.arange(ids.shape[1]), axis=-1)
 
 
 def restarted(c: Any, x: Values) -> Values:
-    """Return differences of positions that restart with each segment, of keys and of queries."""
+    """Return relative positions, key minus query, if positions restart with each segment."""
     if c.segment_ids is None:
         return x
     own = np.arange(c.q_len)[:, None] - starts(c.segment_ids[0])[:, None, :, None]
@@ -73,12 +74,12 @@ def restarted(c: Any, x: Values) -> Values:
 
 
 def unseen(c: Any) -> Values:
-    """Return which queries see no key, ``[..., q_len, 1]``."""
+    """Return the mask of fully masked queries, ``[..., q_len, 1]``."""
     return np.asarray(~np.broadcast_to(c.visible, c.scores.shape).any(axis=-1, keepdims=True))
 
 
 def nowhere(name: str, sentence: str, weights: Callable[[Any], Any]) -> None:
-    """Add what queries get that see no key, also where there is none."""
+    """Add a wrong result of fully masked queries, also for calls without keys."""
     mistake(
         name,
         sentence + " Give zeros.",
@@ -88,25 +89,25 @@ def nowhere(name: str, sentence: str, weights: Callable[[Any], Any]) -> None:
 
 
 def never_rescaled(c: Any, size: int) -> Values:
-    """Return exponentials of scores less the highest of all blocks of keys so far, their own included."""
+    """Return exp(score - running maximum), with the maximum over all blocks up to the key's own, never rescaled."""
     ends = np.minimum((np.arange(c.kv_len) // size + 1) * size, c.kv_len) - 1
     highest = np.maximum.accumulate(c.hidden, axis=-1)[..., ends]
     return np.asarray(np.exp(c.hidden - np.where(np.isfinite(highest), highest, 0.0)))
 
 
 def padded(c: Any, x: Values, n: int) -> Values:
-    """Return keys or values with zeros behind, to a multiple of a number of tokens, where nothing else hides keys."""
+    """Return keys or values zero-padded to a multiple of ``n`` tokens; unchanged with a mask or segments."""
     if c.mask is not None or c.segment_ids is not None:
         return x
     return np.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % n), (0, 0)))
 
 
 def appended(c: Any) -> bool:
-    """Return whether a cache of eight tokens at a time grows in this step."""
+    """Return whether this step fills a page of eight tokens of the cache."""
     return bool(c.before) and c.before // 8 < c.key.shape[2] // 8
 
 
-# The table is easier to read with a line for what is said and a line for what is done.
+# Not formatted: one line for the sentence and one for the change is easier to read.
 # fmt: off
 
 # --- Slopes -----------------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ each(("bfloat16", "float16"), "{} key-only bias", "The bias is in key-only form,
 mistake("float32 bias far away", "The bias is formed in float32 at its full size and loses its digits far away: count "
         "distances from the row's nearest key.", bias=lambda c, x: rounded(x, "float32"))
 
-# --- Where queries stand ----------------------------------------------------------------------------------------------
+# --- Positions of queries ---------------------------------------------------------------------------------------------
 
 mistake("top-left", "Queries are aligned to the top left (the first query at the first key), whatever q_offset says; a "
         "KV cache needs kv_len - q_len.", q_offset=lambda c, x: 0 * x)
@@ -213,7 +214,7 @@ mistake("segment positions restart", "Positions restart with each segment, of qu
         "first query stands at its first key whatever q_offset says.",
         ahead=restarted)
 
-# --- What a query sees ------------------------------------------------------------------------------------------------
+# --- Visibility of keys -----------------------------------------------------------------------------------------------
 
 mistake("causal hides own key", "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
         causal=lambda c, x: c.k_positions < c.q_positions)
@@ -336,7 +337,7 @@ mistake("features beyond a multiple of 8", "Features beyond a multiple of 8 are 
         c.query[..., : c.head_dim // 8 * 8] @ c.keys_by_head[..., : c.head_dim // 8 * 8].swapaxes(-1, -2))
 each((8, 16, 64), "batch entries beyond: {}", "Results are wrong with more than {} batch entries: these read the keys "
      "of those before.", key=lambda c, x, n: x[np.arange(c.batch) % n])
-for _dtype in ("bfloat16", "float16"):  # sums are rounded, whose order nobody knows
+for _dtype in ("bfloat16", "float16"):  # noisy: rounded sums depend on an unknown order of addition
     for _step, _what in (("scores", "Scores"), ("products", "Products of query and key")):
         mistake(f"{_dtype} {_step}", f"{_what} are rounded to {_dtype}: keep them in float32.",
                 **{_step: lambda c, x, dtype=_dtype: rounded(x, dtype)})
@@ -375,11 +376,11 @@ for _name, _what, _change in (
 ):
     mistake(_name, f"Gradients of key and value are {_what}.", d_key_by_head=_change, d_value_by_head=_change)
 
-# --- Caches, and what is kept from call to call -----------------------------------------------------------------------
+# --- Caches, and state between calls ----------------------------------------------------------------------------------
 
 mistake("previous keys forgotten", "New tokens see one another alone: the cache is not used.",
         keys=lambda c, x: x if c.before is None else x & (np.arange(c.kv_len) >= c.before))
-each((5, 64, 256), "cache holds the last: {}", "The cache holds the last {} tokens.",
+each((5, 64, 128), "cache holds the last: {}", "The cache holds the last {} tokens.",
      kept=lambda c, x, n: x[:, :, -n:])
 mistake("token lost as the cache grows", "The cache grows by eight tokens at a time, and loses the last one that it "
         "held.", kept=lambda c, x: np.delete(x, c.before - 1, axis=2) if appended(c) else x)

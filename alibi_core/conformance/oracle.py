@@ -1,4 +1,4 @@
-"""What ALiBi is, in float64 NumPy, and how far rounding may move it.
+"""Exact ALiBi attention and gradients in float64 NumPy, with error budgets that bound rounding.
 
 Shapes: query ``[batch, heads, q_len, head_dim]``, key and value ``[batch, kv_heads, kv_len, head_dim]``, slopes
 ``[heads]`` or ``[batch, heads]``.
@@ -17,12 +17,12 @@ from alibi_core.conformance.reference import Computation, Values, compute_bias, 
 
 U32 = 2.0**-24  # unit roundoff of float32
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": U32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# The absolute error of rounding something tiny: the smallest normal number, where subnormal ones may be flushed.
+# The absolute rounding error of tiny numbers: the smallest normal number, because denormals may be flushed to 0.
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-24}
 
 
 def rounded(values: Any, dtype: str) -> Values:
-    """Return float64 values rounded to ``dtype``, to even between two, by way of float32 where that is lower.
+    """Return float64 values rounded to ``dtype``, half to even; lower precisions are rounded through float32.
 
     Example:
         >>> rounded([0.1, 1.0], "bfloat16").tolist()
@@ -33,9 +33,10 @@ def rounded(values: Any, dtype: str) -> Values:
     result = np.asarray(values).astype(np.float32)
     if dtype == "float16":
         result = result.astype(np.float16)
-    if dtype == "bfloat16":  # NumPy has none: its bits are float32's upper half
+    if dtype == "bfloat16":  # NumPy lacks it: its bits are float32's upper half
         bits = np.ascontiguousarray(result).view(np.uint32)
         is_odd = (bits >> np.uint32(16)) & np.uint32(1)
+        # Round half to even: add just below half, plus 1 if the last kept bit is odd.
         upper = (bits + np.uint32(0x7FFF) + is_odd) & np.uint32(0xFFFF0000)
         result = np.where(np.isfinite(result), upper.view(np.float32).reshape(result.shape), result)
     return result.astype(np.float64)
@@ -43,7 +44,7 @@ def rounded(values: Any, dtype: str) -> Values:
 
 @dataclass(frozen=True)
 class Rules:
-    """The arguments that say which key counts how much, with every default filled in."""
+    """The arguments that determine bias and mask, with defaults filled in."""
 
     slopes: Values
     q_offset: int | Values  # one for all, or [batch]
@@ -58,8 +59,9 @@ class Rules:
     law: str = "linear"
 
     def largest_bias(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
-        """Return how large a bias may be that is counted from any token of the row, ``[batch, heads, 1, 1]``."""
+        """Return the largest size of a bias counted from any token of the row, ``[batch, heads, 1, 1]``."""
         offsets = [0, *np.ravel(self.q_offset).tolist()]
+        # From the first to the last position of any token.
         tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
         steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
         return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
@@ -75,7 +77,7 @@ class Rules:
         return computation
 
     def distances(self, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, Values]:
-        """Return what each kind of slopes is multiplied by, ``[batch, heads or 1, q_len, kv_len]``; 0 where masked."""
+        """Return the distances that slopes multiply, by name, ``[batch, heads or 1, q_len, kv_len]``; 0 if masked."""
         c = self.steps(batch, heads, q_len, kv_len)
         sides = {"slopes": c.visible}
         if self.future_slopes is not None:
@@ -91,27 +93,27 @@ def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> 
 
 @dataclass(frozen=True)
 class Answer:
-    """An exact result and how far a float32 computation of it may be off, element by element."""
+    """An exact result and its error budget, element by element."""
 
     value: Values
-    budget: Values
+    budget: Values  # the largest error that rounding can cause
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Sums of products, and what their errors follow from, whatever the dtype."""
+    """Sums of products, with the quantities that bound their errors in any dtype."""
 
     value: Values
     by_score: Values  # sums of the terms' sizes, each times the error of its row's scores, in units of roundoff
     by_size: Values  # sums of the terms' sizes
-    tiny: Values  # the factor of the smallest number, where that is lost
+    tiny: Values  # factor of the smallest number, for terms that underflow
 
     def map(self, function: Callable[[Values], Values]) -> Terms:
-        """Return the same after an operation that is linear, and positive."""
+        """Return all four arrays after a linear operation with positive coefficients."""
         return Terms(*(function(x) for x in (self.value, self.by_score, self.by_size, self.tiny)))
 
     def times(self, tensor: Values) -> Terms:
-        """Return products of rows with a tensor."""
+        """Return the terms of ``value @ tensor``."""
         return Terms(self.value @ tensor, *(x @ abs(tensor) for x in (self.by_score, self.by_size, self.tiny)))
 
 
@@ -141,22 +143,22 @@ class Attention:
     bias: Values
     scale: float
     dtype: str
-    # How large a bias may be, [batch, heads, 1, 1], if it is not counted from the nearest key.
+    # The largest size of a bias, [batch, heads, 1, 1], if it may be counted from any token of the row.
     largest_bias: Values | None = field(default=None, kw_only=True)
 
     @property
     def group(self) -> int:
-        """How many query heads share a key/value head."""
+        """The number of query heads that share a key/value head."""
         return int(self.query.shape[1] // self.key.shape[1])
 
     @property
     def keys(self) -> Values:
-        """The keys of each query head."""
+        """The keys of each query head, ``[batch, heads, kv_len, head_dim]``."""
         return self.key.repeat(self.group, axis=1)
 
     @property
     def values(self) -> Values:
-        """The values of each query head."""
+        """The values of each query head, ``[batch, heads, kv_len, head_dim]``."""
         return self.value.repeat(self.group, axis=1)
 
     @property
@@ -165,31 +167,33 @@ class Attention:
 
     @property
     def _highest(self) -> Values:
-        """The bias of each row's best-placed key, ``[batch, heads, q_len, 1]``; 0 where there is none."""
+        """The largest bias of each row, ``[batch, heads, q_len, 1]``; 0 if all keys are masked."""
         highest = self.bias.max(axis=-1, keepdims=True, initial=-np.inf)
         return np.where(highest > -np.inf, highest, 0)
 
     @cached_property
     def weights(self) -> Values:
-        """The weight of each key; zeros in a row that sees no key."""
+        """The softmax weights, ``[batch, heads, q_len, kv_len]``; zeros in fully masked rows."""
         return softmax(self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - self._highest))
 
     @cached_property
     def _score_error(self) -> Values:
-        """How far a row's scores may be off, ``[batch, heads, q_len, 1]``, but for what is constant along the row.
+        """A bound of the error of a row's scores, ``[batch, heads, q_len, 1]``, in units of roundoff.
 
-        In units of roundoff. Softmax ignores what is constant, so a bias need not be exact in itself: its differences
-        along the row must be.
+        Errors that are constant along the row do not count, because softmax ignores them: only the differences of
+        biases along the row must be exact.
         """
+        # How far each bias lies below the row's largest.
         falls = np.where(self._visible, self._highest - np.where(self._visible, self.bias, 0), 0)
         falls = falls if self.largest_bias is None else np.maximum(falls, self.largest_bias)
         products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
+        # Roundings of a scaled product of head_dim terms, and of the bias.
         sizes = (self.query.shape[-1] + 3) * products + 3 * falls
         return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
 
     @property
     def _weight_terms(self) -> Terms:
-        # A tiny weight is off by half the spacing of subnormal numbers rather than by a share of itself.
+        # The error of a tiny weight is half the spacing of denormals, not a share of the weight.
         return Terms(self.weights, self._score_error * self.weights, self.weights, self._visible * 1)
 
     @property
@@ -198,7 +202,7 @@ class Attention:
         return self._answer("output", self._weight_terms.times(self.values))
 
     def _answer(self, name: str, terms: Terms) -> Answer:
-        """Return the result of that name, ``"output"`` or a gradient, from its terms."""
+        """Return the result ``name``, ``"output"`` or the name of a gradient, from its terms."""
         (q_len, head_dim), kv_len = self.query.shape[2:], self.key.shape[2]
         if name == "output":
             # Scores (their error twice), exp (4 u), the sum of weights, the division; then the sum of values.
@@ -207,14 +211,16 @@ class Attention:
             # A weight enters twice; then its gradient, the mean, their difference and product, and the sum at the end.
             scores, sums, stored = 6, 3 * (kv_len + 8) + 2 * head_dim + 2 * kv_len + q_len * self.group + 16, 7
         unit, tiny = UNIT_ROUNDOFF[self.dtype], SMALLEST[self.dtype]
-        u = min(U32, unit)  # of scores and sums
+        u = min(U32, unit)  # unit roundoff of scores and sums
+        # Sums round in float32 (or float64), stored tensors in their dtype.
         by_size = (sums * u + stored * unit) * terms.by_size
         value = -terms.value if name == "slopes" else terms.value
         return Answer(value, scores * u * terms.by_score + by_size + tiny * (terms.tiny + 1))
 
     def output_without(self, share: float) -> Answer:
-        """Return the result, where keys may be left out that weigh this share of their row, together."""
+        """Return the result, with a budget for leaving out keys that together hold ``share`` of a row's weight."""
         answer = self.output
+        # The factor 1.01 is a margin for rounding.
         largest = np.abs(self.values).max(axis=(2, 3), keepdims=True, initial=0) * 1.01
         return Answer(answer.value, answer.budget + 2 * share * largest)
 
@@ -223,13 +229,13 @@ class Attention:
 
         Args:
             cotangent: ``[batch, heads, q_len, head_dim]``.
-            distances: What each bias element is the negated multiple of, per slope: ``[q_len, kv_len]``.
+            distances: Negated derivative of the bias by its slope, ``[q_len, kv_len]`` or with axes before.
         """
         w, values = self.weights, self.values.swapaxes(-1, -2)
         d_weights, d_sizes = cotangent @ values, abs(cotangent) @ abs(values)
         d_scores = w * (d_weights - (w * d_weights).sum(axis=-1, keepdims=True))
         sizes = w * (d_sizes + (w * d_sizes).sum(axis=-1, keepdims=True))
-        # Tiny weights are off, which the products below carry on, and the two products that are stored, where tiny.
+        # Errors of tiny weights propagate through the products below; two stored products may be tiny themselves.
         tiny = self._visible * (2 + d_sizes + d_sizes.sum(axis=-1, keepdims=True))
         by_score = Terms(d_scores, self._score_error * sizes, sizes, tiny)
         terms = {
@@ -241,15 +247,16 @@ class Attention:
         return {name: self._answer(name, x) for name, x in terms.items()}
 
     def gradients_without(self, share: float, cotangent: Values, distances: Values) -> dict[str, Answer]:
-        """Return the gradients, where keys may be left out that weigh this share of their row, together.
+        """Return the gradients, with a budget for leaving out keys that together hold ``share`` of a row's weight.
 
-        Weights w then move by 2 * share in all, along a row. A score's gradient is w * (d - mean), where d, the
-        weight's gradient, and their mean are of size D at most: along a row they move by 2 * share * 2 D, and w times
-        the mean's move, by another 2 * share * D.
+        The weights w of a row then change by 2 * share in total. The gradient of a score is w * (d - mean), where d is
+        the gradient of the weight, and both d and the mean are at most D in size. Along a row the changes of w
+        contribute at most 2 * share * 2 D, and the change of the mean another 2 * share * D.
         """
         d_weights = np.abs(cotangent @ self.values.swapaxes(-1, -2))
         by_row = 6.1 * share * np.where(np.isfinite(self.bias), d_weights, 0).max(axis=-1, initial=0)
         by_key = (by_row[..., None] * np.abs(self.query)).sum(axis=2, keepdims=True)
+        # By output: how far the gradient moves if keys are left out.
         moved = {
             "query": abs(self.scale) * by_row[..., None] * np.abs(self.keys).max(axis=2, keepdims=True, initial=0),
             "key": abs(self.scale) * self._per_kv_head(by_key),
@@ -260,6 +267,7 @@ class Attention:
         return {name: Answer(x.value, x.budget + moved[name]) for name, x in exact.items()}
 
     def _per_kv_head(self, x: Values) -> Values:
+        # [batch, kv_heads, group, ...]
         by_group = x.reshape(x.shape[0], x.shape[1] // self.group, self.group, *x.shape[2:])
         return np.asarray(by_group.sum(axis=2))
 
@@ -269,15 +277,15 @@ def _transposed(x: Values) -> Values:
 
 
 def summed_over_batch(answer: Answer) -> Answer:
-    """Return the gradient of slopes ``[heads]`` that all batch entries share, from that of each, ``[batch, heads]``."""
+    """Return the gradient of shared slopes, ``[heads]``, from those of all batch entries, ``[batch, heads]``."""
     budget = answer.budget.sum(axis=0)
     return Answer(answer.value.sum(axis=0), budget + budget * len(answer.value) / 2**20)
 
 
 def excess(actual: Values, answer: Answer) -> Values:
-    """Return how far off each element is, as a share of its budget; infinite where no distance says it."""
+    """Return the error of each element as a share of its budget; inf where elements that are not finite differ."""
     is_finite = np.isfinite(answer.value) & np.isfinite(actual)
     distance = np.abs(np.where(is_finite, actual, 0) - np.where(is_finite, answer.value, 0))
-    with np.errstate(over="ignore"):  # where there is no budget, any distance is infinitely much
+    with np.errstate(over="ignore"):  # with a budget of 0, any error overflows to inf
         share = distance / np.maximum(answer.budget, np.finfo(np.float64).tiny)
     return np.where(is_finite | (actual == answer.value), share, np.inf)

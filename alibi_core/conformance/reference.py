@@ -1,4 +1,4 @@
-"""ALiBi attention in float64, step by step: a mistake changes what a step returns."""
+"""ALiBi attention in float64 in named steps: a mistake changes the value of a step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from alibi_core._slopes import slope_values
 
 Values = np.ndarray[Any, Any]
-Change = Callable[[Any, Any], Any]  # (computation, right value of a step) -> what becomes of the value
+Change = Callable[[Any, Any], Any]  # (computation, right value of a step) -> changed value
 TENSORS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A sentence, and what becomes of the values of some steps; ``is_noisy`` if sums are rounded in unknown order."""
+    """A sentence, and changes by the name of a step; ``is_noisy`` if results depend on the order of rounded sums."""
 
     name: str
     sentence: str
@@ -25,7 +25,7 @@ class Mistake:
     is_noisy: bool = False
 
 
-# What may be true of some calls alone, in words. Most are features of an adapter.
+# Conditions that restrict a mistake to a part of the calls, as the words of a sentence. Most are features.
 CONDITIONS = {
     "one query": "with a single query",
     "square": "with as many queries as keys",
@@ -54,14 +54,14 @@ NORMS: dict[str, Callable[[Values], Values]] = {
     "chebyshev": lambda steps: np.abs(steps).max(axis=-1),
 }
 LAWS: dict[str, Callable[[Values], Values]] = {"linear": lambda x: x, "log": np.log1p, "sqrt": np.sqrt}
-LONG = 65  # keys, from which on a row is long
-Active = Sequence[tuple[Mistake, str | None]]  # mistakes, each with the condition under which it is made
+LONG = 65  # from this many keys on, a row counts as long
+Active = Sequence[tuple[Mistake, str | None]]  # mistakes, each with its condition (None: in all calls)
 
 
 class Computation:
-    """One call: its arguments in float64, then the value of each step, all as attributes.
+    """One call: its arguments in float64, and the value of each step, all as attributes.
 
-    ``state`` is kept from call to call; ``before`` is the number of tokens in a cache, None where there is no cache.
+    ``state`` persists between calls; ``before`` is the number of tokens in a cache, None without a cache.
     """
 
     slopes: Any
@@ -104,6 +104,7 @@ class Computation:
         )
         self.given_slopes, self.shares_slopes = self.slopes, np.ndim(slopes) == 1
         offset = self.kv_len - self.q_len if q_offset is None else q_offset
+        # [batch, 1, 1, 1]
         self.q_offset = np.broadcast_to(offset, shape[:1]).astype(np.int64)[:, None, None, None]
         if segment_ids is not None:
             pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
@@ -150,21 +151,21 @@ class Computation:
         return frozenset(name for name, holds in found.items() if holds)
 
     def changed(self, name: str, value: Any) -> Any:
-        """Return what the mistakes make of a value, in their order; None stays None."""
+        """Return the value of a step after the changes of all mistakes, in order; None stays None."""
         for changes in self._changes:
             if name in changes and value is not None:
                 value = changes[name](self, value)
         return value
 
     def step(self, name: str, value: Any) -> Any:
-        """Return what the mistakes make of the value of a step, and keep it."""
+        """Return the changed value of a step, and store it as the attribute ``name``."""
         value = self.changed(name, value)
         setattr(self, name, value)
         return value
 
 
 def compute_bias(c: Computation) -> None:
-    """Compute the bias, and which keys are visible, both broadcastable to ``[batch, num_heads, q_len, kv_len]``."""
+    """Compute the bias and the mask of visible keys; both broadcast to ``[batch, num_heads, q_len, kv_len]``."""
     c.step("q_offset", c.q_offset)
     c.step("q_positions", c.q_offset + np.arange(c.q_len)[:, None])
     c.step("k_positions", np.arange(c.kv_len)[None, None, None])
@@ -222,13 +223,13 @@ def attend(c: Computation) -> Values:
 
 
 def highest_of(scores: Values, axis: int = -1) -> Values:
-    """Return the highest scores; 0 where all are minus infinity."""
+    """Return the maximum of scores along ``axis``; 0 where all are -inf."""
     highest = scores.max(axis=axis, keepdims=True, initial=-np.inf)
     return np.where(np.isfinite(highest), highest, 0.0)
 
 
 def softmax(scores: Values, axis: int = -1) -> Values:
-    """Return weights of scores; zeros where all are minus infinity."""
+    """Return the softmax of scores; zeros where all are -inf."""
     weights = np.exp(scores - highest_of(scores, axis))
     total = weights.sum(axis=axis, keepdims=True)
     return np.asarray(weights / np.where(total > 0, total, 1))
@@ -240,6 +241,7 @@ def differentiate(c: Computation) -> dict[str, Values]:
     c.step("d_weights", c.grad_output @ c.values_by_head.swapaxes(-1, -2))
     c.step("delta", (c.weights * c.d_weights).sum(axis=-1, keepdims=True))
     c.step("d_scores", c.weights * (c.d_weights - c.delta))
+    # [batch, num_heads, kv_len, head_dim]; summed over groups below
     d_key = c.scale * (c.d_scores.swapaxes(-1, -2) @ c.query)
     d_value = c.weights.swapaxes(-1, -2) @ c.grad_output
     found = {
@@ -248,6 +250,7 @@ def differentiate(c: Computation) -> dict[str, Values]:
         "value": c.step("d_value", by_kv_head(c, c.step("d_value_by_head", d_value))),
     }
     found |= {name: found[name][:, :, : c.given_len] for name in ("key", "value")}  # without padding
+    # The bias is -(slope * distance) on each side: its derivative is -distance there.
     sides = {"slopes": np.ones_like(c.ahead, bool)}
     if c.future_slopes is not None:
         sides = {"slopes": c.ahead <= 0, "future_slopes": c.ahead > 0}
@@ -260,7 +263,7 @@ def differentiate(c: Computation) -> dict[str, Values]:
 
 
 def by_kv_head(c: Computation, by_head: Values) -> Values:
-    """Return sums over the query heads that read each key/value head."""
+    """Return sums over the query heads of each key/value head, ``[batch, num_kv_heads, ...]``."""
     found = np.zeros((c.batch, c.num_kv_heads, *by_head.shape[2:]))
     for head, kv_head in enumerate(c.kv_head):
         found[:, kv_head] += by_head[:, head]
@@ -268,9 +271,10 @@ def by_kv_head(c: Computation, by_head: Values) -> Values:
 
 
 def _to_given_slopes(c: Computation, gradient: Values) -> Values:
-    """Return the gradient by the slopes that were given, from that by those that were used."""
+    """Return the gradient by the given slopes, from the gradient by the slopes in use, which mistakes may change."""
     given, found = c.given_slopes, np.zeros_like(gradient)
     for head in range(c.num_heads):
+        # A central difference, exact for changes that are linear in the slopes.
         step = np.arange(c.num_heads) == head
         used = [np.broadcast_to(c.changed("slopes", given + sign * step), given.shape) for sign in (1, -1)]
         found[:, head] = (gradient * (used[0] - used[1])).sum(axis=1) / 2
@@ -278,7 +282,7 @@ def _to_given_slopes(c: Computation, gradient: Values) -> Values:
 
 
 def make_slopes(mistakes: Active, num_heads: int, contract: str = "exact") -> Values:
-    """Return the slopes of so many heads, ``[num_heads]``."""
+    """Return the slopes of a contract after the changes of mistakes, ``[num_heads]``."""
     found = np.asarray(slope_values(num_heads, contract=contract))
     for mistake, _ in mistakes:
         if "slope_list" in mistake.changes:
@@ -297,8 +301,9 @@ def make_bias(mistakes: Active, slopes: Values, q_len: int, kv_len: int, is_caus
 def decode_step(
     mistakes: Active, state: dict[Any, Any], query: Values, key: Values, value: Values, slopes: Values, cache: Any
 ) -> tuple[Values, Any]:
-    """Return the output of some more tokens, and all keys and values so far."""
+    """Return the output of the next tokens, and all keys and values so far."""
     before = 0 if cache is None else cache[0].shape[2]
+    # First the conditions and the cache of this step, then attention to all tokens.
     new = Computation(mistakes, state, query, key, value, slopes, before=before)
     held = new.step("held", (key[:, :, :0], value[:, :, :0]) if cache is None else cache)
     keys, values = (np.concatenate(pair, axis=2) for pair in zip(held, (key, value), strict=True))

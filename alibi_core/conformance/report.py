@@ -1,4 +1,4 @@
-"""What came of a check: per law passed, failed or not offered, with a counterexample and what was done instead."""
+"""The report on a check: for each law passed, failed or not offered, with a counterexample and diagnoses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Status = Literal["passed", "failed", "not offered", "not run"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an implementation does instead.
+    """A mistake that explains wrong results.
 
     Attributes:
-        key: A short, stable name for it.
-        sentence: In words, with the remedy where it is not plain.
+        key: Its short, stable name.
+        sentence: Its description, with the fix if it is not obvious.
 
     Example:
         >>> from alibi_core.conformance import Mistaken, check
@@ -38,13 +38,13 @@ class Counterexample:
     """The first, smallest case that breaks a law.
 
     Attributes:
-        function: Of the adapter.
-        inputs: In words: sizes, arguments, and the seed of the values.
-        problem: What is wrong with the result.
+        function: Name of the adapter's function.
+        inputs: Description of the inputs: sizes, arguments, and the seed of the values.
+        problem: Description of the error.
         at: Index of the element that is farthest off, relative to its budget.
-        expected: What it should be, and
-        actual: what it is.
-        budget: How far rounding may move it.
+        expected: The exact value of that element.
+        actual: Its value in the result.
+        budget: The largest error that rounding can cause.
 
     Example:
         >>> from alibi_core.conformance import Mistaken, check
@@ -63,7 +63,7 @@ class Counterexample:
 
     @classmethod
     def worst(cls, function: str, inputs: str, actual: Values, answer: Answer, remark: str = "") -> Counterexample:
-        """Return the element that is farthest off, relative to its budget."""
+        """Return the counterexample of the element that is farthest off, relative to its budget."""
         shares = excess(actual, answer)
         worst = np.unravel_index(int(shares.argmax()), shares.shape)
         problem = remark or f"off by {shares[worst]:.3g} times what rounding explains"
@@ -72,7 +72,7 @@ class Counterexample:
 
     @classmethod
     def of(cls, error: DepartureError | CallError) -> Counterexample:
-        """Return what an error shows."""
+        """Return the counterexample of an error."""
         if isinstance(error, CallError):
             return cls(str(error).partition(" ")[0], error.inputs, str(error))
         name = f"{error.function}, {error.part}" if error.part else error.function
@@ -88,18 +88,18 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class LawReport:
-    """What came of one law.
+    """The report on one law.
 
     Attributes:
-        name: The law's.
-        statement: What it says.
+        name: Name of the law.
+        statement: Its sentence.
         status: ``"passed"``, ``"failed"``, ``"not offered"`` or ``"not run"``.
         reason: Why it was not offered or not run.
-        calls: How many calls of the adapter were made.
-        share: The largest part of an error budget that a passing case used up.
-        seconds: That it took.
-        counterexample: The first, of a law that failed.
-        diagnoses: What the implementation does instead.
+        calls: Number of calls of the adapter.
+        share: The largest error of a passing case, as a share of its budget.
+        seconds: Time that it took.
+        counterexample: The first case that breaks the law; None if none does.
+        diagnoses: The mistakes that explain the failure.
 
     Example:
         >>> from alibi_core.conformance import Mistaken, check
@@ -121,15 +121,15 @@ class LawReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of all laws.
+    """The report on an adapter.
 
     Attributes:
-        name, dtype, contract: Of the adapter.
-        features: What it was found, or declared, to offer.
-        profile, seed: Of the check.
-        laws: One report each.
-        seconds: That the check took.
-        crash: How the process ended in which it was checked, if it did not end well.
+        name, dtype, contract: Attributes of the adapter.
+        features: Its declared or detected features.
+        profile, seed: Arguments of the check.
+        laws: One report for each law.
+        seconds: Time that the check took.
+        crash: How the process of the check ended, if it crashed; else empty.
 
     Example:
         >>> from alibi_core.conformance import check, numpy_adapters
@@ -153,7 +153,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether it is what it means to be, i.e. at least one law passed, none failed, and none was left out."""
+        """Whether at least one law passed, none failed, none was not run, and nothing crashed."""
         statuses = {law.status for law in self.laws}
         return "passed" in statuses and not statuses & {"failed", "not run"} and not self.crash
 
@@ -164,7 +164,7 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """0 if it passed, 1 if not, 2 if there was nothing to check."""
+        """Exit status of a command: 0 if it passed, 1 if not, 2 if there was nothing to check."""
         return 0 if self.passed else 1 if self.was_checked else 2
 
     @property
@@ -174,13 +174,13 @@ class Report:
 
     @property
     def by_urgency(self) -> tuple[LawReport, ...]:
-        """The laws that were to be tried, the broken ones first, then those that were not run, then those kept."""
+        """The offered laws: the failed laws first, then the laws that were not run, then the passed laws."""
         statuses = ("failed", "not run", "passed")
         return tuple(law for status in statuses for law in self.laws if law.status == status)
 
     @property
     def not_offered(self) -> str:
-        """The other laws in one line, with the reasons; empty if there are none."""
+        """The laws that are not offered, in one line, with the reasons; empty if there are none."""
         reasons: dict[str, list[str]] = {}
         for law in self.laws:
             if law.status == "not offered":
@@ -190,15 +190,15 @@ class Report:
 
     @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
-        """All that is done instead, each said once."""
+        """The diagnoses of all laws, without duplicates."""
         return tuple(dict.fromkeys(x for law in self.laws for x in law.diagnoses))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON takes it."""
+        """Return the report as a dictionary for JSON."""
         return {"passed": self.passed, **plain(asdict(self))}
 
     def to_json(self) -> str:
-        """Return the report as JSON."""
+        """Return the report as a JSON string."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ class Report:
 
 
 def plain(value: Any) -> Any:
-    """Return the same with words for numbers that JSON lacks."""
+    """Return the value with infinite and NaN numbers as strings, and tuples as lists, for JSON."""
     if isinstance(value, dict):
         return {name: plain(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Attention problems with exact answers, for tests of your own: a strategy for Hypothesis, and a comparison.
+"""Attention problems with exact results, for your own tests: a strategy for Hypothesis, and a comparison.
 
 >>> from hypothesis import given
 >>> from alibi_core.conformance.testing import Case, assert_within_budget, cases
@@ -48,7 +48,7 @@ __all__ = [
 ]
 # fmt: on
 
-# A compiler takes its time over each new shape, so quick profiles draw from a few.
+# Quick profiles draw from these few sizes: compiling each new shape takes long.
 SIZES = (
     Sizes(1, 1, 1, (1, 1), 1),
     Sizes(2, 3, 1, (7, 7), 5),
@@ -70,9 +70,10 @@ _FEATURES = {"offset", "far", "batch_offsets", "window", "segments", "mask", "ba
 
 @st.composite
 def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | None = None, plain: bool = False) -> Case:
-    """Draw a case, of the given sizes if any; a plain one has full, aligned rows: no offset, window, segments, mask.
+    """Draw a case. ``sizes`` fixes its sizes; ``plain`` excludes offset, window, segments and mask.
 
-    Sizes are any small ones where Hypothesis's profile has more than 100 examples, else a few.
+    By default sizes are drawn from ``SIZES``, or from all small sizes if Hypothesis's profile has more than 100
+    examples.
 
     Example:
         >>> cases(plain=True).example().window_size is None  # doctest: +SKIP
@@ -89,7 +90,7 @@ def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | Non
 
 
 def assert_within_budget(actual: Values, answer: Answer) -> None:
-    """Assert that no element is farther from the exact value than its budget.
+    """Assert that each element is within its budget of the exact value.
 
     Example:
         >>> answer = Case(SIZES[0]).exact("float32").output

@@ -1,4 +1,4 @@
-"""One adapter before one law: cases are tried, the smallest first, and results are compared with the exact ones."""
+"""Trials of an adapter: draw cases, call the adapter, and compare results with the exact ones."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from alibi_core.conformance.reference import Values
 
 @dataclass
 class Trial:
-    """An adapter's caller, the features that it offers, how many cases a law tries, and from which seed."""
+    """An adapter under one law: its caller, its features, the number of cases to draw, and their seed."""
 
     caller: Caller
     features: frozenset[str]
     examples: int = 1
     seed: int = 0
-    share: float = 0.0  # the largest part of an error budget that was used up
+    share: float = 0.0  # the largest error so far, as a share of its budget
 
     @property
     def is_thorough(self) -> bool:
-        """Whether there are so many cases that the time of compilers does not matter."""
+        """Whether the profile is thorough: also draw cases at random, whatever compilation costs."""
         return self.examples > 100
 
     @property
     def offer(self) -> Offer:
-        """The adapter, resolved."""
+        """The validated adapter."""
         return self.caller.offer
 
     def seeded(self, cases: Iterable[Case]) -> Iterator[Case]:
-        """Yield cases with several seeds each, more where they are small."""
+        """Yield each case with two seeds, or with four if it is small."""
         for case in cases:
             for seed in range(4 if case.sizes.elements <= SMALL else 2):
                 yield dataclasses.replace(case, seed=seed and seed + self.seed)
@@ -48,7 +48,7 @@ class Trial:
     def drawn(
         self, sizes: Sequence[Sizes], forms: Sequence[str], features: Iterable[str], share: float = 1, **more: Any
     ) -> Iterator[Case]:
-        """Yield a share of the profile's cases: a design, and as many at random as a thorough profile has."""
+        """Yield drawn cases, ``share`` of the profile's number: a design; if thorough, random cases, too."""
         features = frozenset(features)
 
         def draw(choose: Choose) -> Case:
@@ -61,14 +61,14 @@ class Trial:
             yield dataclasses.replace(case, seed=rng.randrange(2**16))
 
     def fitted(self, case: Case) -> Case:
-        """Return the case with the slopes that the adapter has, if it takes none."""
+        """Return the case; with the slopes of the adapter's contract if the adapter takes no slopes."""
         if self.offer.has_slopes:
             return case
         own = np.asarray(alibi_core.slopes(case.num_heads, contract=self.offer.contract), np.float64)
         return case.with_arrays(slopes=own)
 
     def exact(self, case: Case) -> Attention:
-        """Return the exact answer to a case, and how far off it may be by the adapter's dtype and contract."""
+        """Return the exact problem of a case, with error budgets for the adapter's dtype and contract."""
         problem = case.exact(self.offer.dtype, counted_from_anywhere="far" not in self.features)
         contract = named(self.offer.contract)
         if self.offer.has_slopes or not contract.is_key_only:
@@ -76,25 +76,26 @@ class Trial:
         rules, (q_len, kv_len) = case.rules(case.arrays["slopes"]), case.sizes.lengths
         bias = alibi_core.bias(case.num_heads, q_len, kv_len, q_offset=int(rules.q_offset), contract=contract.name)
         visible = np.isfinite(problem.bias)
-        factor = case.scale if contract.name == "falcon" else 1.0  # its models add the bias before they scale
+        factor = case.scale if contract.name == "falcon" else 1.0  # Falcon adds the bias before it scales
         bias = np.where(visible, np.where(visible, bias, 0).astype(np.float64) * factor, -np.inf)
         return dataclasses.replace(problem, bias=bias)
 
     def answer(self, case: Case) -> Answer:
-        """Return the exact output of a case, which may leave out what the adapter's tolerance allows."""
+        """Return the exact output of a case; its budget includes the adapter's tolerance."""
         return self.exact(case).output_without(self.offer.tolerance)
 
     def attention(self, case: Case, *, nowhere: bool = False) -> None:
-        """Hold the adapter's attention to a case; with ``nowhere``, also the queries that see no key."""
+        """Check the adapter's attention in a case; fully masked queries are checked only with ``nowhere``."""
         case = self.fitted(case)
         actual, problem = self._called("attention", case), self.exact(case)
+        # Ignore results of fully masked queries.
         if not nowhere:
             sees = np.isfinite(problem.bias).any(axis=-1, keepdims=True)
             actual = np.where(sees, actual, 0.0)
         self.compare("attention", str(case), actual, problem.output_without(self.offer.tolerance), case)
 
     def gradients(self, case: Case, names: tuple[str, ...]) -> None:
-        """Hold the adapter's gradients of these inputs to a case."""
+        """Check the adapter's gradients by these inputs in a case."""
         case = self.fitted(case)
         problem = self.exact(case)
         if "nowhere" not in self.features and not np.isfinite(problem.bias).any(axis=-1).all():
@@ -122,6 +123,7 @@ class Trial:
         self, function: str, inputs: str, actual: Values, answer: Answer, case: Case | None = None, part: str = ""
     ) -> None:
         """Raise :class:`DepartureError` unless a result is within the budget of the exact answer."""
+        # Exact biases hold -inf; all other exact values are finite.
         finite, found = np.isfinite(answer.value), np.isfinite(actual)
         remark = ""
         if np.isnan(actual).any():

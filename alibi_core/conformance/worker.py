@@ -1,6 +1,6 @@
-"""Checks in a process of their own, so that a hang or crash of an adapter does not take the caller down.
+"""Checks in a separate process, so that a hang or crash of an adapter does not take the caller down.
 
-Run as a program, this file is that process: it writes pickled events, dictionaries, to its standard output.
+Run as a program, this file is that process: it writes pickled events (dictionaries) to its standard output.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from alibi_core.conformance.adapter import FUNCTIONS, Offer
 from alibi_core.conformance.check import check
 from alibi_core.conformance.report import LawReport, Report
 
-PATIENCE = 30.0  # seconds that Python may stand still, besides the time that a call may take
+PATIENCE = 30.0  # seconds beyond the time limit of a call after which a process without progress is ended
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How adapters are checked: as for ``check``; ``dtypes`` are those of adapters to check, none for all."""
+    """Arguments of ``check``, and ``dtypes``: only adapters with these dtypes are checked; () for all."""
 
     profile: str
     seed: int
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an adapter: its source, its report, or why there is no adapter (a module that is missing)."""
+    """The result for one adapter: its source, and its report, or the reason why it could not be loaded."""
 
     source: str
     report: Report | None = None
@@ -47,26 +47,26 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all is as it should be."""
+        """Whether there is a report and it passed."""
         return self.report is not None and self.report.passed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return the outcome as a dictionary for JSON."""
         report = None if self.report is None else self.report.to_dict()
         return {"source": self.source, "passed": self.passed, "report": report}
 
 
 def supervised(source: str, settings: Settings, show: Callable[[str], None] = lambda words: None) -> Iterator[Outcome]:
-    """Yield what comes of each adapter of a source, ``package.module:name``.
+    """Check each adapter of a source in a separate process, and yield the outcomes.
 
     Args:
-        source: Where adapters are from.
-        settings: How to check them.
-        show: Called with what is being tried, in words.
+        source: ``package.module:name`` of an adapter, or of a function that returns one or several.
+        settings: Arguments of the check.
+        show: Called with a progress message.
     """
     first, count = 0, 1
     while first < count:
-        # What the worker has told so far, and what it has told of the laws of the adapter that it looks at.
+        # All events of the worker, merged, and the finished laws of the current adapter.
         seen: dict[str, Any] = {"about": {"name": "", "dtype": "float32", "contract": "exact"}, "law": ""}
         done: list[LawReport] = []
         for event in _events(source, settings, first):
@@ -83,6 +83,7 @@ def supervised(source: str, settings: Settings, show: Callable[[str], None] = la
         if "missing" in seen:
             yield Outcome(source, missing=seen["missing"])
             return
+        # Report the crash, then start a new worker at the next adapter.
         if "crash" in seen:
             crash = seen["crash"] + (f" in law {seen['law']}" if seen["law"] else "")
             known = {"features": (), "laws": tuple(done), "profile": settings.profile, "seed": settings.seed}
@@ -91,7 +92,7 @@ def supervised(source: str, settings: Settings, show: Callable[[str], None] = la
 
 
 def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, Any]]:
-    """Yield what a worker tells until it ends; one that dies or stands still is a crash, told last."""
+    """Yield the events of a worker until it ends; if it dies or hangs, the last event is a crash."""
     request = json.dumps(asdict(settings) | {"source": source, "first": first})
     command = [sys.executable, "-m", "alibi_core.conformance.worker", request]
     event: dict[str, Any] = {}
@@ -99,7 +100,7 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
         assert process.stdout is not None
         try:
-            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # of a process that is dead
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # raised when the process has ended
                 while True:
                     event = pickle.load(process.stdout)
                     yield event
@@ -112,7 +113,7 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
         said = errors.read().strip().splitlines()
     if "done" in event:
         return
-    if any(line.startswith("Timeout (") for line in said):  # of faulthandler
+    if any(line.startswith("Timeout (") for line in said):  # printed by faulthandler
         yield {"crash": f"a call stood still, and Python with it, for {settings.time_limit + PATIENCE:g} s"}
         return
     code = process.returncode
@@ -121,12 +122,12 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
 
 
 def load(source: str) -> list[Any]:
-    """Return the adapters that ``package.module:name`` stands for; without ``:name``, the module itself.
+    """Return the adapters of ``package.module:name``; without ``:name``, the module itself is the adapter.
 
     Raises:
-        ModuleNotFoundError: If there is no such module, or one that it needs is not installed.
+        ModuleNotFoundError: If the module does not exist, or a module that it imports is not installed.
         AttributeError: If the module has no such name.
-        TypeError: If it is no adapter, nor a function that returns some.
+        TypeError: If the object is neither an adapter nor a function that returns adapters.
     """
     module, _, name = source.partition(":")
     found: Any = importlib.import_module(module)
@@ -136,15 +137,17 @@ def load(source: str) -> list[Any]:
     def is_adapter() -> bool:
         return any(callable(getattr(found, function, None)) for function in FUNCTIONS)
 
+    # A class, or a function that returns adapters: call it.
     if isinstance(found, type) or (callable(found) and not is_adapter()):
         found = found()
     return [found] if is_adapter() or not isinstance(found, Iterable) else list(found)
 
 
 def main(request: dict[str, Any]) -> None:
-    """Check the adapters of one source, from the first that has not been looked at."""
+    """Check the adapters of one source, from index ``request["first"]`` on."""
+    # Keep a copy of standard output for events only.
     events = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the adapter prints is no event
+    os.dup2(2, 1)  # send prints of the adapter to standard error, away from the events
     threading.Thread(target=_watch, args=(request["time_limit"] + PATIENCE,), daemon=True).start()
 
     def tell(**event: Any) -> None:
@@ -160,6 +163,7 @@ def main(request: dict[str, Any]) -> None:
     except (Exception, SystemExit) as error:
         tell(missing=f"{type(error).__name__}: {error}", done=True)
         return
+    # Filter before indexing: "first" counts the chosen adapters.
     offers = [offer for offer in offers if not request["dtypes"] or offer.dtype in request["dtypes"]]
     tell(count=len(offers))
     chosen = {name: request[name] for name in ("profile", "seed", "time_limit")} | {"laws": request["laws"] or None}
@@ -170,7 +174,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _watch(patience: float) -> None:
-    """Let the process end when Python stands still for so long: then nothing puts off the end."""
+    """Postpone the end of the process every second; if Python hangs for ``patience`` seconds, the process ends."""
     stop = threading.Event()
     while True:
         faulthandler.dump_traceback_later(patience, exit=True)

@@ -29,8 +29,12 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) ->
     call, shape = call.with_one_batch_axis(), query.shape
     tensors = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
     rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
-    # torch.func takes no Function that has no rule for vmap.
-    result = _by_blocks(call, *tensors) if in_transform() else _Rows.apply(call, *tensors, *rates)
+    if in_transform():  # which takes no Function without a rule for vmap, and has none for the fused function
+        result = dense_reference(call, *tensors).to(call.dtype)
+    elif torch.compiler.is_exporting():  # for any length, of which the number of blocks would be a constant
+        result = sdpa(call, *tensors)
+    else:
+        result = _Rows.apply(call, *tensors, *rates)
     return result.reshape(shape) if len(batch) != 1 else result
 
 
@@ -61,7 +65,11 @@ def _blocks(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
 
 
 def _by_blocks(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return torch.cat([sdpa(part, query[:, :, rows], key, value) for rows, part in _blocks(call)], dim=2)
+    # One array for all results: small ones, allocated where the last bias was, would leave no room for the next.
+    result = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for rows, part in _blocks(call):
+        result[:, :, rows] = sdpa(part, query[:, :, rows], key, value)
+    return result
 
 
 class _Rows(torch.autograd.Function):

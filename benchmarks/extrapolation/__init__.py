@@ -9,3 +9,8 @@ Lewis 2022, arXiv 2108.12409, section 4 and appendix B):
   sliding           windows that move by a quarter of the training length; only the tokens new to each count, so
                     every one has nearly the full length before it.
 """
+
+from benchmarks.extrapolation.models import build as build
+from benchmarks.extrapolation.training import QUICK as QUICK
+from benchmarks.extrapolation.training import standard_library as standard_library
+from benchmarks.extrapolation.training import train as train

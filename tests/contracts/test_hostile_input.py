@@ -157,7 +157,7 @@ def is_ours(name: str, message: str) -> bool:
     """Whether a message is of the library's form, and says which argument is meant, or which do not go together."""
     named, rule, _ = message.partition(" must ")
     together = ("arrays", "query, key and value", "num_kv_heads", "num_heads", "head_dim", "key", "value", "kv_len")
-    together += ("dtype", "leading axes", "score_range", "q_segment_ids", "kv_segment_ids")
+    together += ("dtype", "leading axes", "score_range", "kv_positions", "q_segment_ids", "kv_segment_ids")
     return bool(rule) and (name in named or named.startswith(together) or ("lengths" in named and "len" in name))
 
 

@@ -226,3 +226,19 @@ def test_explain_says_that_points_leave_out_no_key(backend: Backend) -> None:
     said = backend.explain(**case.tensors(), dtype="float32", positions=case.positions(), is_causal=False)
     assert (said.implementation, said.share, said.scores_visible) == ("tiled", 1, BATCH * HEADS * 49)
     assert np.all(np.isinf(said.horizons))
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_attention_between_points_compiles(backend: Backend) -> None:
+    case = Case((37, 37), 2, "euclidean", "log", "without a place", False, False, False, seed=3)
+    tensors, framework = case.tensors(), backend.framework
+    placed = backend.place(*(tensors[name] for name in ("query", "key", "value", "slopes")), dtype="float32")
+    positions = framework.array(case.positions())
+
+    function = backend.function(distance="euclidean", law="log", is_causal=False)
+
+    def attention(query: Any, key: Any, value: Any, slopes: Any, positions: Any) -> Any:
+        return function(query, key, value, slopes, positions=positions)
+
+    found = framework.numpy(framework.compiled(attention)(*placed, positions))
+    np.testing.assert_allclose(backend.layout(found), case.exact()[0].output.value, atol=2e-5)

@@ -1,0 +1,68 @@
+"""Positions of the caller's own in PyTorch: transformations, export for any length, memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+
+from alibi_torch import attention  # noqa: E402
+from benchmarks.harness import peak_growth  # noqa: E402
+
+between = partial(attention, distance="euclidean", is_causal=False)
+SLOPES = torch.tensor([0.5, 0.2, 0.1])
+
+
+def problem(length: int) -> list[Tensor]:
+    """Return query, key, value and points of two texts."""
+    draws = torch.Generator().manual_seed(length)
+    return [torch.randn(*shape, generator=draws) for shape in [(2, 3, length, 8)] * 3 + [(2, length, 2)]]
+
+
+def test_points_in_torch_func_and_in_derivatives_of_derivatives() -> None:
+    query, key, value, points = problem(23)
+    dense = partial(between, implementation="dense")
+
+    def loss(function: Any, query: Tensor) -> Tensor:
+        return function(query, key, value, SLOPES, positions=points).square().sum()
+
+    query.requires_grad_()
+    gradients, expected = (torch.autograd.grad(loss(f, query), query, create_graph=True)[0] for f in (between, dense))
+    torch.testing.assert_close(torch.func.grad(partial(loss, between))(query.detach()), expected, rtol=0, atol=1e-5)
+    second, second_expected = (torch.autograd.grad(x.square().sum(), query)[0] for x in (gradients, expected))
+    torch.testing.assert_close(second, second_expected, rtol=1e-4, atol=1e-4)
+    one = torch.func.vmap(lambda q, k, v, p: between(q, k, v, SLOPES, positions=p))(query, key, value, points)
+    torch.testing.assert_close(one, between(query, key, value, SLOPES, positions=points), rtol=0, atol=1e-6)
+
+
+def test_a_program_with_points_is_exported_for_any_length() -> None:
+    class Program(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, points: Tensor) -> Tensor:
+            return between(query, key, value, SLOPES, positions=points)
+
+    length = torch.export.Dim("length", min=4, max=4096)
+    shapes = ({2: length},) * 3 + ({1: length},)
+    program = torch.export.export(Program(), tuple(problem(50)), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(*problem(33)), Program()(*problem(33)), rtol=0, atol=1e-6)
+
+
+def long_attention(length: int) -> Any:
+    """Return a call with its gradients, warmed up at a short length."""
+
+    def call(length: int) -> Any:
+        query, key, value = torch.randn(3, 1, 2, length, 16).requires_grad_().unbind()
+        return between(query, key, value, positions=torch.rand(length, 2) * 90).sum().backward()
+
+    call(64)
+    return partial(call, length)
+
+
+def test_memory_grows_with_the_number_of_points_alone() -> None:
+    length = 8192
+    peak = peak_growth("tests.torch.test_points:long_attention", length)
+    assert peak < 100 * 2**20 < 4 * 2 * length**2 / 5  # bytes of the bias
