@@ -103,10 +103,13 @@ def explain_model(model: nn.Module, tokens: Tensor) -> ModelExplanation:
     if not layers:
         raise ValueError(f"model must have AlibiAttention layers, got a {type(model).__name__} without any")
     found: list[tuple[np.ndarray, ...]] = []
-    was_training = model.training
-    with _weights_seen(layers, found):
-        model.eval()(tokens)
-    model.train(was_training)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with _weights_seen(layers, found):
+            model.eval()(tokens)
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
     return ModelExplanation(*(np.stack(x) for x in zip(*found, strict=True)))
 
 
