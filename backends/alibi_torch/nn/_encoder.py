@@ -10,12 +10,12 @@ from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, lo
 
 
 class AlibiEncoder(nn.Module, models.BaseEncoder):
-    """Embed texts of any length, as vectors: each token sees those before and after it.
+    """Embed texts of any length as vectors: each token sees the tokens before and after it.
 
     Args:
         config: Shape of the model; must not be causal.
         vocab_size: Number of different tokens.
-        attention: As for :class:`AlibiTransformer`.
+        attention: As in :class:`AlibiTransformer`: a factory of attention layers.
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
