@@ -33,9 +33,8 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, no
         tensors = (x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value))
         return attention(flat, *tensors, norms).reshape(query.shape)
     is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
-    if not (
-        is_recorded or is_watched(query, key, value)
-    ):  # skip the operator: its dispatch takes longer than a short call
+    # Without gradients or tracers, skip the operator: its dispatch takes longer than a short call.
+    if not (is_recorded or is_watched(query, key, value)):
         return _without_gradients(call, query, key, value, norms)[0]
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     # Gradients need the result in the working dtype. A torch.jit trace may be replayed with or without gradients.

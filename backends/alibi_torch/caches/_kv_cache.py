@@ -261,9 +261,8 @@ class KVCache:
             IndexError: If an index is out of range.
         """
         indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device, torch.long)
-        indices = torch.where(
-            indices < 0, indices + self.key.shape[0], indices
-        )  # index_select rejects negative indices
+        # index_select rejects negative indices.
+        indices = torch.where(indices < 0, indices + self.key.shape[0], indices)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
         if self.lengths is not None:

@@ -187,7 +187,7 @@ def _checked_layers(base: Any) -> tuple[Any, ...]:
 def _slopes_of(base: Any, contract: str) -> tuple[float, ...]:
     """Return the slope of each head of a base model's bias, per token."""
     if contract == "exact":
-        # Only MPT's config sets a maximum other than 8.
+        # MPT's config has alibi_bias_max, but transformers' own builder ignores it and always uses 8.
         bias_max = base.config.attn_config.alibi_bias_max if isinstance(base, MptModel) else 8
         return tuple(canonical_slopes(base.num_heads, bias_max=bias_max, dtype="float64").tolist())
     # The slope is the difference of the biases of two neighbouring keys.

@@ -37,7 +37,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reset(self) -> None:
-        """Remove all tokens. Work-around: before transformers 5.20, reset() only fills keys and values with zeros."""
+        """Remove all tokens. Work-around: before transformers 5.20, a reset only fills keys and values with zeros."""
         self.keys = self.values = self.alibi_buffer = None
         self.is_initialized = False
         super().reset()
