@@ -42,9 +42,9 @@ def attention(
     forward and backward; no bias of ``q_len * kv_len`` is allocated. Keys are skipped if their norms prove that their
     weights sum to less than the tolerance. For this proof the call evaluates the tensors if there are more than 1,024
     keys; with ``tolerance=0`` it stays lazy. Slopes that are MLX arrays are always evaluated, to validate them; NumPy
-    slopes and default slopes are not. ``mx.vmap`` is supported. Under ``mx.compile`` no values can be read, so all visible
-    keys are computed. The program depends on the lengths, so ``shapeless=True`` is not supported; MLX refuses it,
-    except for ``"dense"`` traced with a single key.
+    slopes and default slopes are not. ``mx.vmap`` is supported. Under ``mx.compile`` no values can be read, so all
+    visible keys are computed. The program depends on the lengths, so ``shapeless=True`` is not supported; MLX refuses
+    it, except for ``"dense"`` traced with a single key.
 
     Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that sees no key gives
     zeros.

@@ -1,4 +1,4 @@
-"""Trains the four models, evaluates them at all lengths, and draws the losses."""
+"""Train the four models, evaluate them at all lengths, and draw the losses."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from benchmarks.extrapolation.models import METHODS, VOCAB_SIZE, build
 
 MULTIPLES = (1, 2, 4, 8, 16)
 PROTOCOLS = {"non_overlapping": "Non-overlapping segments\nall tokens count", "sliding": "Sliding windows\n"}
-# The encodings are tables, each much like the next: held out, they would be known from the others.
+# Exclude the encodings: they are similar tables, so a held-out one could be predicted from the others.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
-# Okabe and Ito's palette, which colour-blind readers can tell apart; markers tell the lines apart in print.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; markers distinguish the lines in print.
 STYLES = {
     "alibi": {"label": "ALiBi", "color": "#0072B2", "marker": "o", "linewidth": 2.8, "zorder": 4},
     "sinusoidal": {"label": "sinusoidal", "color": "#D55E00", "marker": "s"},
@@ -44,7 +44,7 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the methods share. Lengths are in tokens, which are bytes."""
+    """The settings that all methods share. Lengths are in tokens, which are bytes."""
 
     train_length: int = 128
     num_layers: int = 3
@@ -53,19 +53,19 @@ class Settings:
     expansion_factor: int = 2
     batch_size: int = 16
     steps: int = 200
-    learning_rate: float = 3e-3  # at its peak, after a tenth of the steps
-    corpus_bytes: int = 4_000_000  # of the standard library, at most
-    scored: int = 8_192  # held-out tokens that are scored on non-overlapping segments
-    windows: int = 32  # sliding windows, spread evenly over the same tokens
+    learning_rate: float = 3e-3  # the peak, reached after a tenth of the steps
+    corpus_bytes: int = 4_000_000  # at most this much of the standard library's source
+    scored: int = 8_192  # number of held-out tokens scored on non-overlapping segments
+    windows: int = 32  # number of sliding windows, spread evenly over the same tokens
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths at which models are evaluated."""
+        """The evaluation lengths."""
         return tuple(multiple * self.train_length for multiple in MULTIPLES)
 
     @property
     def stride(self) -> int:
-        """How far a sliding window moves: every scored token has three quarters of the training length before it."""
+        """The step of sliding windows: every scored token has at least 3/4 of the training length before it."""
         return max(1, self.train_length // 4)
 
     @property
@@ -82,8 +82,8 @@ FULL = Settings(256, 4, 192, 8, 4, 16, 600, 2e-3, 16_000_000, 65_536, 64)
 def standard_library(max_bytes: int, held_out_bytes: int) -> tuple[Tensor, Tensor]:
     """Return the source of Python's standard library, split by file: training text and held-out text, uint8.
 
-    Files come in the order of a hash of their paths, the same on every machine, so that no part of the alphabet is
-    cut off. The first ones are held out.
+    Files are ordered by a hash of their paths, which is the same on every machine, so that the size limit does not cut
+    off the end of the alphabet. The first files are held out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -100,7 +100,7 @@ def standard_library(max_bytes: int, held_out_bytes: int) -> tuple[Tensor, Tenso
 
 
 def train(model: nn.Module, text: Tensor, settings: Settings, seed: int, name: str = "") -> list[float]:
-    """Train on random pieces of the text, the same for every method; return the loss of each step, in nats a token."""
+    """Train on random pieces of text, the same for every method; return the loss per step, in nats per token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: rate(step + 1, settings.steps))
     draws = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ def train(model: nn.Module, text: Tensor, settings: Settings, seed: int, name: s
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the share of the peak learning rate: up linearly, then down to a tenth along a cosine."""
+    """Return the learning rate as a share of its peak: linear warm-up, then cosine decay to a tenth."""
     warmup = max(1, steps // 10)
     if step <= warmup:
         return step / warmup
@@ -133,7 +133,7 @@ def rate(step: int, steps: int) -> float:
 def losses_of(model: nn.Module, tokens: Tensor, ends: Tensor, length: int) -> Tensor:
     """Return ``[windows, length]`` losses of the ``length`` tokens before each of ``ends``, float64."""
     found = []
-    for some in ends.split(max(1, 8192 // length)):  # bounds the memory that logits take
+    for some in ends.split(max(1, 8192 // length)):  # limits the memory of logits
         text = tokens[some[:, None] + torch.arange(-length - 1, 0)].long()  # [windows, length + 1]
         logits = model(text[:, :-1])
         found.append(F.cross_entropy(logits.transpose(1, 2), text[:, 1:], reduction="none"))
@@ -141,9 +141,9 @@ def losses_of(model: nn.Module, tokens: Tensor, ends: Tensor, length: int) -> Te
 
 
 def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, Any]:
-    """Return mean losses by length under both protocols, and by position at the longest.
+    """Return mean losses by length under both protocols, and by position at the longest length.
 
-    The tokens after the first ``lengths[-1]``, which serve as context, are predicted at every length.
+    The first ``lengths[-1]`` tokens are context only; the tokens after them are scored at every length.
     """
     first, stride = settings.lengths[-1], settings.stride
     moved = torch.arange(first + stride, len(tokens) + 1, stride)  # where sliding windows end
@@ -161,7 +161,7 @@ def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, 
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print one table a protocol."""
+    """Print one table per protocol."""
     lengths = results["settings"]["lengths"]
     for protocol, title in PROTOCOLS.items():
         columns = (*map(str, lengths), "change")
@@ -173,7 +173,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write a picture: loss by length under both protocols, and by position in the longest window."""
+    """Draw the loss by length under both protocols, and by position in the longest window."""
     settings, title = results["settings"], results["corpus"]
     length, lengths = settings["train_length"], settings["lengths"]
     figure = Figure(figsize=(13, 4.8), layout="constrained")
@@ -208,7 +208,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def by_half_octave(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions, from 1, and mean losses in bins of equal width on a log scale: single losses are noisy."""
+    """Return positions (from 1) and mean losses in bins of equal width on a log scale, which reduces noise."""
     edges = np.unique(np.ceil(2 ** np.arange(0, np.log2(len(losses)) + 1, 0.5)).astype(int))
     spans = list(pairwise(np.append(edges[edges < len(losses)], len(losses) + 1)))
     centres = np.array([np.sqrt(first * (last - 1)) for first, last in spans])
@@ -216,7 +216,7 @@ def by_half_octave(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(settings: Settings, seed: int, output: Path) -> int:
-    """Train and evaluate all methods, write and show what was found; return 1 if a loss is not finite, else 0."""
+    """Train and evaluate all methods, write and print the results; return 1 if a loss is not finite, else 0."""
     start, machine = time.perf_counter(), harness.machine() | {"threads": torch.get_num_threads()}
     training, held_out = standard_library(settings.corpus_bytes, settings.lengths[-1] + settings.scored)
     methods = {}
