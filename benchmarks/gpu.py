@@ -1,12 +1,12 @@
-"""All measurements on one GPU, in sections:
+"""All measurements on one GPU, in sections.
 
   numerics   each implementation against float64, in bfloat16 and float32: results, gradients, decoding, and whether two
              runs give the same bits;
   attention  forward, with backward, and decoding at 2,048 to 65,536 tokens, causal, bfloat16, 32 heads of 128 and 8 of
-             64, beside each kernel of scaled_dot_product_attention without positions, FlexAttention with ALiBi's
+             64, compared with each kernel of scaled_dot_product_attention without positions, FlexAttention with ALiBi's
              score_mod and causal blocks, and a dense bias: seconds of a call and of the GPU alone, of the first call
              (which compiles), and peak memory;
-  models     a model of BLOOM-560m's shape at 8,192 tokens, as it is, accelerated, and compiled;
+  models     a model of BLOOM-560m's shape at 8,192 tokens: unchanged, accelerated, and compiled;
   jax        attention in JAX.
 
 All results are written after every row, and failures with their reason, so that an interrupted run loses nothing. Use

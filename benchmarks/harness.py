@@ -56,7 +56,7 @@ def paired(candidate: Any, baseline: Any, pairs: int, clock: Callable[[Any], flo
 
 
 def compared(candidate: float, baseline: float) -> dict[str, Any]:
-    """Return two numbers, of which the smaller is better, and the ratio baseline / candidate."""
+    """Return both numbers and the ratio baseline / candidate; smaller numbers are better."""
     return {"values": [candidate, baseline], "ratio": baseline / candidate if candidate else None}
 
 

@@ -1,4 +1,4 @@
-"""What does sequence parallelism cost? Four processes that share the cores, compared with one that has all of them.
+"""The overhead of sequence parallelism: four processes that share the cores, compared with one that has all of them.
 
 The processes of PyTorch communicate by gloo and have one thread each; the single process has one thread per core. Both
 sides use the same machine, so the ratio is the overhead of sharding the sequence. Results and gradients are compared

@@ -69,6 +69,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 
     @function.jvp
     def push_forward(primals: Any, tangents: Any) -> mx.array:
+        # Inputs without a tangent get zeros.
         filled = [mx.zeros_like(x) if dx is None else dx for x, dx in zip(primals, tangents, strict=True)]
         return mx.jvp(of_arrays, primals, filled)[1][0]
 

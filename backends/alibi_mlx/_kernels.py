@@ -34,7 +34,7 @@ def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array
             wide = [_float32(x) for x in tensors]
             wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
             out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=bias)
-            if attends is not None:
+            if attends is not None:  # fully masked queries give zeros
                 out = mx.where(attends, out, 0.0)
             out = out.astype(query.dtype)
             if out.shape == query.shape and part.tiles == 1:  # a single tile covers the call
@@ -70,7 +70,7 @@ def backward(
         for part in _parts(job, 2 * call.head_dim):
             queries, grads = (_float32(queries_of(x, part)) for x in (query, grad))
             keys, values = (_float32(keys_of(x, part, call)) for x in (key, value))
-            if attends is not None:
+            if attends is not None:  # results that were set to zero pass no gradient
                 grads = mx.where(attends, grads, 0.0)
             queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
             # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped

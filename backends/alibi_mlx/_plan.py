@@ -53,7 +53,7 @@ TILINGS = {
 
 
 def tiling() -> Tiling:
-    """Return the block sizes in use: those for MLX's default device, or those that a context manager has set."""
+    """Return the block sizes in use: the table's for MLX's default device, unless ``tiled_as`` overrides them."""
     return current_tiling(TILINGS[mx.default_device().type])
 
 

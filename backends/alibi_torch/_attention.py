@@ -89,7 +89,7 @@ def attention(
         allow_negative_slopes: Accept negative slopes, which reward distance.
         implementation: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
             (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (all scores in memory, for
-            comparison). A named implementation runs, or the call raises. Default: the one that :func:`explain` names.
+            comparison). A named implementation runs, or the call raises. Default: see :func:`explain`.
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, with the dtype and device of ``query``; with ``return_weights``, the

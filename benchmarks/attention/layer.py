@@ -45,7 +45,7 @@ def measure(results: Any, beside: Path | None, quick: bool) -> None:
 
 @contextlib.contextmanager
 def serving(folder: Path, whose: str) -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """Start a process that times the layer of a checkout; yield a function that sends it a request and returns a reply."""
+    """Start a process that times the layer of a checkout; yield a function that sends a request and returns a reply."""
     paths = [str(folder.resolve() / part) for part in ("", "backends")]
     # -P keeps the folder of this file out of sys.path.
     command = [sys.executable, "-P", str(Path(__file__).resolve()), whose]

@@ -28,6 +28,7 @@ def backward(
     """
     with full_precision(operands):
         tiles = Tiles(operands, all_heads)
+        # sum(weights * weight gradients) of each row, [batch, num_heads, q_len], from the result.
         means = jnp.sum(cotangent.astype(tiles.dtype) * result.astype(tiles.dtype), axis=-1)
         log_sum_exps = tiles.of_queries(log_sum_exps, fill=jnp.inf)  # padding queries get weights of 0
         grad, means = tiles.of_queries(cotangent), tiles.of_queries(means)
@@ -79,7 +80,7 @@ def _add_rows(
         # pass if the order of summation differs.
         weights = jnp.exp(jnp.minimum(block.scores - log_sum_exps, 0))  # [b, h, g, q, k]
         by_weight = jnp.einsum("bhrd,bhkd->bhrk", grad, block.value).reshape(weights.shape)
-        by_score = weights * (by_weight - means)
+        by_score = weights * (by_weight - means)  # the gradient of softmax
         matrix = as_matrices(by_score)  # [b, h, g * q, k]
 
         def add_mean(mean_key: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -94,6 +95,7 @@ def _add_rows(
         for name, part in (("key", by_key), ("value", by_value)):
             found[name] = tiles.put(found[name], part, block.starts, add=True)
         if "slopes" in found:
+            # `reach` is minus the distance plus a constant per row, which the sum over keys cancels.
             by_slope, axes = by_score * block.reach, (3, 4)
             if "future_slopes" in found:
                 ahead = jnp.where(block.is_ahead, by_slope, 0)

@@ -39,7 +39,7 @@ def _attend(tiles: Tiles, rows: Rows) -> tuple[jax.Array, jax.Array]:
         highest, total, mean = sums
         block = tiles.block(rows, index)
         higher = jnp.maximum(highest, jnp.max(block.scores, axis=-1, keepdims=True))
-        weights = jnp.exp(block.scores - higher)
+        weights = jnp.exp(block.scores - higher)  # [b, h, g, q, k]
         decay = jnp.exp(highest - higher)  # [b, h, g, q, 1]
         total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
         weighted = jnp.einsum("bhrk,bhkd->bhrd", as_matrices(weights), block.value)

@@ -55,6 +55,7 @@ class Sizes:
         if (rows, keys) == (q_len, kv_len):  # one tile: several sequences share a step
             entries = _divisor(batch, SCORES // (num_heads * q_len * kv_len))
             return cls(whole, (entries, num_kv_heads, group, q_len, kv_len), 1)
+        # Short tiles take several heads of a group, which share keys.
         heads = _divisor(group, ROWS // rows)
         jobs = batch * num_kv_heads * (group // heads) * -(-q_len // rows)
         return cls(whole, (1, 1, heads, rows, keys), min(LANES, jobs))
@@ -89,7 +90,7 @@ def _jobs(operands: Operands, sizes: Sizes) -> Jobs:
     count = math.prod(sizes.grid)
     index = jnp.arange(count, dtype=jnp.int32)
     first, stop = jnp.zeros_like(index), jnp.full_like(index, sizes.whole[4])
-    if sizes.tile[4] < sizes.whole[4]:
+    if sizes.tile[4] < sizes.whole[4]:  # several blocks of keys, so that some may be skipped
         needed = needed_keys(operands, sizes.tile[3], PLAN_KEYS)  # [batch, num_heads, tiles]
         is_needed = needed.first < needed.stop
         # Split batch, key/value heads and groups into two axes each: jobs, and entries within a job. Then take the
@@ -159,6 +160,7 @@ class Tiles:
             heads = (1, 1) if call.mask.shape[1] == 1 else (num_kv_heads, group)
             mask = call.mask.reshape(-1, *heads, *call.mask.shape[2:])
             self.mask = mask if mask.shape[3] == 1 else self._padded(mask)
+        # If every query's own key exists and is visible, its nearest key is at distance 0.
         is_inside = not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len
         is_plain = call.every_query_attends and is_inside
         has_rules = call.mask is not None or call.q_segment_ids is not None
@@ -230,6 +232,7 @@ class Tiles:
         offset = self.cut(self.q_offset, starts) if self.call.has_offset_array else self.q_offset
         positions = starts[3].reshape(-1, 1, 1, 1, 1) + tile + offset
         last = self.call.kv_len - 1
+        # Distance to the nearest key if a query is before the first key or after the last one.
         outside = jnp.maximum(jnp.maximum(-positions, positions - last), 0)
         rows = Rows(
             starts,

@@ -83,6 +83,7 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
     item = block * shape.group + member
     first, stop, *following = (refs.turned[0, 0, 2 * item + field] for field in range(4))
 
+    # The first head of the group clears the sums; the last one writes them out.
     @pl.when(member == 0)
     def _() -> None:
         for sums in (refs.d_key, refs.d_value):

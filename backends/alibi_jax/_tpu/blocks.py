@@ -52,9 +52,10 @@ class Branch(NamedTuple):
 def branches(shape: KernelShape, place: Place) -> list[Branch]:
     """Return the possible branches for a block, cheap ones for blocks without masked pairs; exactly one applies."""
     q_last, kv_last = place.q_start + shape.q_block - 1, place.kv_start + shape.kv_block - 1
+    # Segments may mask any pair, so one general branch serves all blocks.
     if shape.has_segments:
         return [Branch(True, "both", True)]
-    whole = kv_last < shape.call.kv_len
+    whole = kv_last < shape.call.kv_len  # no padding among the keys
     past, future = kv_last <= place.q_start, place.kv_start >= q_last
     if shape.call.window_size is not None:
         past &= q_last - place.kv_start <= shape.call.window_size

@@ -58,6 +58,6 @@ def backward(
     d_query, cotangents = jax.lax.optimization_barrier((d_query, cotangents))
     of_keys = backward_of_keys(shape, inputs, turned, statistics, cotangents)
     of_slopes = [x.sum(axis=(1, 2)).reshape(shape.call.batch[0], shape.call.num_heads) for x in parts]
-    if parts and operands.call.future_slopes is None:
+    if parts and operands.call.future_slopes is None:  # one slope serves both sides
         of_slopes = [of_slopes[0] + of_slopes[1]]
     return [d_query, *(without_padding(x, shape.call.num_kv_heads, shape.call.kv_len) for x in of_keys), *of_slopes]

@@ -39,6 +39,7 @@ def inputs_of(operands: Operands, shape: KernelShape) -> Inputs:
     offset = jnp.clip(jnp.asarray(call.q_offset, jnp.int32), -most, most).reshape(-1, 1, 1)  # [batch or 1, 1, 1]
     needed = needed_keys(operands, shape.q_block, shape.kv_block)
     starts = offset + jnp.arange(shape.q_blocks, dtype=jnp.int32) * shape.q_block
+    # The base is a key near the block of queries: the query's position, moved into the range of needed keys.
     base = jnp.clip(starts, needed.first, jnp.maximum(needed.stop - 1, needed.first))
     some = needed.first < needed.stop
     first = jnp.where(some, needed.first // shape.kv_block, 0)
@@ -96,7 +97,7 @@ def queries_of_keys(table: jax.Array, shape: KernelShape) -> jax.Array:
 def _segment_ids(call: AttentionCall, shape: KernelShape) -> tuple[jax.Array, jax.Array]:
     """Return segment ids padded to whole blocks; masked keys get a segment without queries."""
     q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
-    if q_ids is None:
+    if q_ids is None:  # only a mask: one segment for all visible tokens
         q_ids, kv_ids = (jnp.zeros((1, n), jnp.int32) for n in (shape.call.q_len, shape.call.kv_len))
     q_ids, kv_ids = (jnp.broadcast_to(ids, (shape.call.batch[0], ids.shape[1])) for ids in (q_ids, kv_ids))
     if call.mask is not None or max(ids.dtype.itemsize for ids in (q_ids, kv_ids)) > 4:

@@ -81,6 +81,7 @@ def walk(
 
     turn = refs.turn[0]
     pl.when(is_first & (first < stop))(lambda: start(first, turn, False))
+    # A program without blocks still starts the next program's first copy.
     pl.when((first >= stop) & follows)(lambda: start(following[0], turn, True))
 
     def step(block: Any, _: None) -> None:

@@ -103,6 +103,7 @@ class Part(NamedTuple):
         """Merge ``sums`` with the attention to this part, weighted by their log-sum-exps."""
         both = sums, self.attended(ring)
         highest = jnp.maximum(*(x.log_sum_exps for x in both))
+        # Neither part has a key for this query: avoid -inf - -inf.
         highest = jnp.where(jnp.isneginf(highest), 0, highest)
         weights = [jnp.exp(x.log_sum_exps - highest) for x in both]  # [batch, num_heads, shard_len]
         total = weights[0] + weights[1]

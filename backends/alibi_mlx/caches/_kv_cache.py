@@ -112,6 +112,7 @@ class KVCache:
             first = self._measured // BLOCK  # the first block that is not measured completely
             norms = norm_bounds(self.keys[..., first * BLOCK : self.offset, :])
             norms = mx.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % BLOCK)])
+            # [batch, num_kv_heads, blocks, BLOCK] -> [batch, num_kv_heads, blocks]
             norms = mx.unflatten(norms, -1, (-1, BLOCK)).max(axis=-1)
             before = [] if self._norms is None else [self._norms[..., :first]]
             self._norms, self._measured = mx.concatenate([*before, norms], axis=-1), self.offset

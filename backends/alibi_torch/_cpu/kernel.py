@@ -40,6 +40,7 @@ def forward(
     The log-sum-exp is ``[batch, num_heads, q_len]``, inf for a query that sees no key.
     """
     of_kernel = dtype if _takes_bfloat16(call, dtype, query, key) else call.working_dtype
+    # One job covers the call: return the kernel's result without a copy.
     if len(jobs) == 1 and jobs[0].tiles == 1:
         return _attend(call, jobs[0], row.bias_of(jobs[0]), query, key, value, of_kernel)
     result = torch.empty_like(query, dtype=dtype)
@@ -61,6 +62,7 @@ def _takes_bfloat16(call: AttentionCall, dtype: torch.dtype, query: Tensor, key:
     """
     if dtype != torch.bfloat16 or not is_short(call) or not multiplies_bfloat16():
         return False
+    # With queries and keys below 2**50 and this limit, scores stay finite in float32.
     if abs(call.scale) * call.head_dim > 2**20:
         return False
     return all(bool(torch.linalg.vector_norm(x, dtype=call.working_dtype) < 2**50) for x in (query, key))
@@ -72,6 +74,7 @@ def _attend(
     """Return result and log-sum-exp of one kernel call, in ``dtype``, for the job's queries and keys."""
     keys, values = _keys_of(call, job, dtype, key, value)
     out, lse = fused_forward(bias.in_order(query.to(dtype)), keys, values, bias.values, call.scale)
+    # out: [entries or tiles, heads, rows, head_dim]; lse: [entries or tiles, heads, rows]
     out, lse = bias.in_order(out), bias.in_order(lse)
     if bias.attends is not None:
         out = torch.where(bias.attends, out, 0.0)
@@ -104,6 +107,7 @@ def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], row: Distan
     query, key, value, grad, result, logsumexp = saved
     dtype, head_dim = call.working_dtype, totals.query.shape[-1]
     centre, shift = _common_part(call, query, key)
+    # inf marks queries without keys, whose gradients are 0.
     is_small = (logsumexp.abs() <= LARGE_SCORES[dtype]) | (logsumexp == math.inf)
     if shift is not None:
         is_small &= shift.abs() <= LARGE_SCORES[dtype]
@@ -115,6 +119,7 @@ def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], row: Distan
             keys, values = _keys_of(call, part, dtype, key, value)  # [entries or tiles, heads, kv_len, head_dim]
             lse = _queries_of(logsumexp, part)
             if centre is not None and shift is not None:
+                # Centred keys lower every score of a row by `shift`, and so the log-sum-exp.
                 (common,) = _keys_of(call, replace(part, kv_start=0, kv_len=1, tiles=1), dtype, centre)
                 keys, lse = keys - common, lse - _queries_of(shift, part)
             of_queries = (_queries_of(x, part).to(dtype) for x in (grad, query, result))
@@ -122,6 +127,7 @@ def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], row: Distan
             # The fused kernel derives weights from the log-sum-exp, which is too coarse for large scores.
             has_large_scores = not (are_small or _queries_of(is_small, part).all())
             if totals.slopes is not None:
+                # The bias is -slope * distance, hence the minus sign.
                 found, by_distance = _with_slopes(call, part, tile, biases, has_large_scores)
                 totals.slopes[:, part.batch, part.heads] -= torch.stack(by_distance)
             elif has_large_scores:
@@ -172,6 +178,7 @@ class Tile:
         """Return the gradients with respect to query, key and value, by the fused kernel."""
         of_queries = self.grad, self.query, self.result, self.logsumexp
         grad, query, result, logsumexp = (self.bias.in_order(x) for x in of_queries)
+        # Rows in the order of the bias: the bias is a view, and cheaper to keep than to flip.
         tensors = grad, query, self.key, self.value, result, logsumexp
         by_query, by_key, by_value = fused_backward(*tensors, self.bias.values, self.scale)
         return self.bias.in_order(by_query), by_key, by_value
@@ -214,6 +221,7 @@ def _with_slopes(
         distance = (q_places[:, None] - places).double()
         totals = [(by_score * (sign * distance).clamp(min=0)).sum(dim=-1) for sign in (1, -1)]
         return tile.from_scores(weights, by_score), [_by_head(job, x) for x in totals]
+    # Scale the query instead of the scores, so that the gradients of the extra features are not scaled.
     wide = replace(tile, query=tile.query * tile.scale, scale=1.0)
     by_query = torch.zeros_like(wide.query)
     by_key, by_value = torch.zeros_like(wide.key), torch.zeros_like(wide.value)
@@ -229,6 +237,7 @@ def _with_slopes(
         own = (places[some] - middle).to(call.working_dtype)  # [keys of the side]
         features = torch.stack([own, torch.ones_like(own)], dim=-1).expand(*wide.key.shape[:2], -1, -1)
         side = replace(wide, bias=bias).keys(some)
+        # Pad with zeros: the extra key features meet query features of 0, so scores do not change.
         padded = {name: F.pad(getattr(side, name), (0, 2)) for name in ("grad", "query", "result", "value")}
         found = replace(side, **padded, key=torch.cat([side.key, features], dim=-1)).gradients()
         by_query += found[0][..., :-2]
@@ -280,6 +289,7 @@ def _kv_heads(call: AttentionCall, job: Job) -> slice:
 
 def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
     """Return ``[tiles, heads, length, ...]``, a view of ``[heads, tokens, ...]``: tile i begins ``i * rows`` later."""
+    # Overlapping windows need as_strided; unfold would put the window axis last.
     (head, token), rest = tensor.stride()[:2], tensor.stride()[2:]
     size = (job.tiles, tensor.shape[0], length, *tensor.shape[2:])
     return tensor.as_strided(size, (job.rows * token, head, token, *rest), tensor.storage_offset() + start * token)

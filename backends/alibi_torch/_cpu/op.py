@@ -109,6 +109,7 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
             limits = limits_of(part.call, *tensors)
             cutoff = None if limits is None else limits.cutoff
             rectangles = jobs(part.call, *tensors, part.norms, limits)
+        # The key bias becomes extra features (_with_key_bias), so the row has distances only.
         own = part.call if part.call.added_key_bias is None else replace(part.call, added_key_bias=None)
         found.append(Planned(part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
     return found
@@ -136,6 +137,7 @@ def _compute(
             results = step.forward(part.call, *tensors, rectangles, row)
         else:
             results = kernel.forward(*_with_key_bias(part.call, *tensors), rectangles, row, dtype)
+        # The only part covers the call: no copy.
         if not part.is_cut:
             return results[0][..., : call.head_dim].to(dtype), results[1]
         found.append((part, results))
@@ -228,6 +230,7 @@ def _backward_on_cpu(*arguments: Any, plans: Sequence[list[Planned]] = ()) -> tu
     """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
+    # Reuse the forward pass's plan where autograd passed it on; operators cannot.
     planned = plans[0] if plans else plan_of(call, query, key, norms)
     by_query = (torch.zeros_like if planned[0].part.is_cut else torch.empty_like)(query)  # queries in no part get 0
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
@@ -298,13 +301,14 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(needed)
         is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         arguments = grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes
-        if is_recorded:
+        if is_recorded:  # create_graph=True
             found = _Gradients.apply(*arguments)
         elif is_watched(*arguments[:4]):
             found = _attend_backward(*arguments)
         else:
             found = _backward_on_cpu(*arguments, plans=ctx.plans)
         wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
+        # Masks, norms and numbers have no gradients.
         return *wanted, *(None,) * (len(needed) - len(wanted))
 
 

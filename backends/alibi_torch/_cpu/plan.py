@@ -62,7 +62,7 @@ DEFAULT = Tiling(
 
 
 def tiling() -> Tiling:
-    """Return the block sizes in use: ``DEFAULT``, or those that a context manager has set."""
+    """Return the block sizes in use: ``DEFAULT``, unless ``tiled_as`` overrides them."""
     return current_tiling(DEFAULT)
 
 
@@ -136,6 +136,7 @@ def _packed_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | Non
     if ids is None or not call.shares_ids:
         return None
     for index, row in enumerate(ids.expand(call.batch[0], call.q_len)):
+        # A sequence starts wherever the id changes; an id that occurs in two runs is not contiguous.
         starts = [0, *(1 + (row[1:] != row[:-1]).nonzero()[:, 0]).tolist()]
         if call.q_len < LEAST_MEAN_LENGTH * len(starts) or len(row[starts].unique()) < len(starts):
             return None
@@ -153,11 +154,13 @@ def _padded_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | Non
     if call.mask is None or call.q_segment_ids is not None:
         return None
     mask = call.mask[(None,) * (4 - call.mask.ndim)]
+    # The mask differs between heads or queries: not padding.
     if mask.shape[1] > 1 or mask.shape[2] > 1:
         return None
     shown = mask[:, 0, 0].expand(-1, call.kv_len)  # [batch or 1, kv_len]
     begins = shown.clone()
     begins[:, 1:] &= ~shown[:, :-1]  # True at the first key of each run
+    # Several runs of visible keys, or none: not padding.
     if (begins.sum(dim=1) != 1).any():
         return None
     texts = zip(begins.int().argmax(dim=1).tolist(), shown.sum(dim=1).tolist(), strict=True)
@@ -165,6 +168,7 @@ def _padded_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | Non
     for (start, count), alike in itertools.groupby(texts):
         batch, keys = slice(entry, entry + times * len(list(alike))), slice(start, start + count)
         for queries in (slice(0, start), keys, slice(keys.stop, call.q_len)):
+            # Causal queries before the text see no key: leave them out.
             sees_none = call.is_causal and queries.stop <= start
             if queries.start < queries.stop and not sees_none:
                 spans.append((batch, queries, keys))
@@ -217,6 +221,7 @@ def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, 
     Both are ``[batch or 1, num_heads]``. ``excess``, ``[num_heads]``, bounds how far a score may exceed the lower bound
     of its row's log-sum-exp.
     """
+    # Each side of the query gets an equal share of the tolerance.
     share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
     excess, found = np.where(excess < math.inf, excess, math.inf), []  # NaN becomes inf, too
     for rates in (call.slopes, None if call.is_causal else call.future_slopes):
@@ -232,9 +237,11 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
         return None
     if call.q_len <= tiling().few or call.added_key_bias is not None:
         return None
+    # Largest norms by head, over batch and tokens: [num_heads] and [num_kv_heads].
     norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]
     rounding = 1 + 2 * score_rounding(call.head_dim)
     with np.errstate(all="ignore"):  # norms may be NaN or infinite
+        # Two scores of a row differ by at most 2 * |query| * |key| * scale.
         bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * (2 * abs(call.scale) * rounding)
         far = horizons(call, bound)
         tokens = np.max([x.max(axis=0) for _, x in far], axis=0)

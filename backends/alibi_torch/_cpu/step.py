@@ -44,6 +44,7 @@ def attend_last_query(
 ) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, 1, head_dim]``, in the working dtype, and the log-sum-exp."""
     kv_len, dtype, shape = call.kv_len, call.working_dtype, query.shape
+    # A window of w tokens shows w + 1 keys, the query's own included.
     most = kv_len if call.window_size is None else min(kv_len, call.window_size + 1)
     row = distance_row(call, most - 1, 1)  # [batch or 1, num_heads, most]
     if call.num_kv_heads < call.num_heads:
@@ -54,6 +55,7 @@ def attend_last_query(
     for heads, width in _groups(call, widths):
         rows, keys, values, biases = query, key, value, bias
         if width < kv_len or heads.stop - heads.start < call.num_kv_heads:
+            # The last `width` keys of these heads; the last `width` biases belong to them.
             rows, biases = query[:, heads], bias[:, heads, :, most - width :]
             keys, values = key[:, heads, kv_len - width :], value[:, heads, kv_len - width :]
         found.append(fused_forward(rows.to(dtype), keys.to(dtype), values.to(dtype), biases, call.scale))
@@ -63,6 +65,7 @@ def attend_last_query(
 
 def _groups(call: AttentionCall, widths: Sequence[int]) -> Iterator[tuple[slice, int]]:
     """Yield runs of key/value heads to compute in one call, and their number of keys, from ``widths`` by head."""
+    # Equal widths and no cast: one kernel call for all heads.
     if call.dtype == call.working_dtype and call.q_len == 1 and min(widths) == max(widths):
         yield slice(0, len(widths)), widths[0]
         return
@@ -83,6 +86,7 @@ def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
     numbers = call.batch[0] * most * call.num_kv_heads * call.head_dim  # elements of all keys
     if norms is None and call.dtype != call.working_dtype and numbers >= LONG_UNMEASURED:
         norms = KeyNorms(norm_bounds(key, key.dtype).amax(dim=-1, keepdim=True), call.kv_len)
+    # Without norms nothing can be proved: read all keys.
     if norms is None or not uses_norms(call) or tolerance_of(call) == 0:
         return [most] * call.num_kv_heads
     # [batch, num_kv_heads, heads of a group or 1, head_dim]
@@ -93,6 +97,7 @@ def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
         # The scores of the own key and of all others are rounded, hence twice the rounding error.
         scale = abs(call.scale) * (1 + 2 * score_rounding(call.head_dim))
         excess = np.sqrt(squares) * bounds.max(axis=-1, keepdims=True) * scale - scores * call.scale
+    # excess: [batch, num_kv_heads, group] -> [num_heads], the largest over the batch
     far = horizons(call, excess.max(axis=0).reshape(-1))
     tokens = np.minimum(np.max([x.max(axis=0) for _, x in far], axis=0), most).reshape(call.num_kv_heads, -1)
     return [min(most, NEAR * max(1, int(x))) for x in np.ceil(tokens.max(axis=1) / NEAR)]

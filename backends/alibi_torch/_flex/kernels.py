@@ -42,6 +42,7 @@ def flex_attention(
 
 def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     learns = needs_gradients(call.slopes, call.future_slopes)
+    # Tolerance 0 makes the plan skip all measuring.
     if visits_all(call):
         call = replace(call, tolerance=0.0)
     shape, call = query.shape, _one_batch_axis(call)
@@ -56,6 +57,7 @@ def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Ten
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
     with torch.no_grad():
         mask = block_mask(call, query, key, mask_mod, norms, lengths)
+    # [batch, heads, padded length, padded head_dim]; padded features are 0 and change no score.
     query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
     options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
@@ -79,6 +81,7 @@ def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Ten
 @functools.cache
 def _compiled() -> Callable[..., Any]:
     """Return FlexAttention, compiled once per kind of call; lengths are dynamic."""
+    # Older releases of PyTorch have the limit only as a global setting.
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return torch.compile(flex.flex_attention, fullgraph=True, recompile_limit=RECOMPILE_LIMIT)
     compiled = torch.compile(flex.flex_attention, fullgraph=True)
@@ -128,7 +131,7 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[st
     if q_ids is not None and kv_ids is not None:
         q_ids, kv_ids = F.pad(q_ids, (0, q_padding)), F.pad(kv_ids, (0, kv_padding))
     mask = call.mask
-    if mask is not None:
+    if mask is not None:  # pad only axes that do not broadcast; padding is invisible
         filling = (0, kv_padding if mask.shape[-1] > 1 else 0, 0, q_padding if mask.shape[-2] > 1 else 0)
         mask = F.pad(mask, filling, value=False) if any(filling) else mask
         mask = mask.expand(*call.batch, call.num_heads, call.q_len + q_padding, call.kv_len + kv_padding)

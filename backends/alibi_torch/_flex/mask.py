@@ -75,6 +75,7 @@ def needed_blocks(
     else:
         bounds = measure(call, query.detach(), key.detach(), MEASURING, norms).bounds(call, nearest_keys(call))
     ranges = key_ranges(call, bounds, tolerance)
+    # From keys to blocks: round the start down and the end up.
     first = torch.div(ranges.first, BLOCK, rounding_mode="floor")
     stop = torch.div(ranges.stop + (BLOCK - 1), BLOCK, rounding_mode="floor")
     return first, torch.where(ranges.first < ranges.stop, stop, first)
@@ -92,6 +93,7 @@ def _full_blocks(call: AttentionCall, first: Tensor, stop: Tensor, q_blocks: int
         reach = min(reach, 2**31 - 2 - call.kv_len)  # so that positions do not overflow int32
         full_stop = torch.minimum(full_stop, torch.div(lowest + (reach + 1), BLOCK, rounding_mode="floor"))
     if call.window_size is not None:
+        # The last query of the block must still see the block's first key.
         visible = torch.div(highest - call.window_size - 1, BLOCK, rounding_mode="floor") + 1
         full_first = torch.maximum(full_first, visible)
     count = (full_stop - full_first).clamp(min=0)

@@ -157,6 +157,7 @@ class KVCache:
             held[:, :, self.length : end] = 0.0  # padding of shorter rows is read with weight 0, and 0 * NaN is NaN
             held[rows, :, slots] = given[rows, :, columns]
         places = torch.arange(key.shape[2], device=key.device)
+        # Padding has norm 0, which changes no maximum: [batch_size, num_kv_heads, new].
         norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
         blocks = ((ends - new + places) // BLOCK).clamp(max=self._norms_by_block.shape[2] - 1)[:, None]
         self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
@@ -280,6 +281,7 @@ def _guarded(result: Tensor, key: Tensor) -> Tensor:
     """Return the result with a hook that raises in the backward pass if the cache's keys have changed since."""
     if not result.requires_grad or torch.compiler.is_compiling() or in_transform():  # no hooks there
         return result
+    # In-place writes increase the version counter of a tensor.
     version = key._version
 
     def check(gradient: Tensor) -> None:

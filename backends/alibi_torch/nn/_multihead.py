@@ -153,6 +153,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             x.unflatten(-1, (self.num_heads, self.head_dim)).permute(heads_first)  # [batch, heads, length, head_dim]
             for x in self._projected(query, key, value, is_self)
         )
+        # A square causal attn_mask repeats is_causal, so it need not be read.
         causal = self.is_causal or is_causal
         if is_causal and q.shape[2] == k.shape[2]:
             attn_mask = None

@@ -162,6 +162,7 @@ def _attend(
     rows = slice(0, halo.shards.tokens(halo.place.rank))
     results = []
     for index, stretch in enumerate(halo.stretches):
+        # Query heads of these key/value heads; `seen` holds all keys first, then all values.
         heads = slice(stretch.heads.start * group, stretch.heads.stop * group)
         keys, values = seen[index], seen[count + index]
         part = replace(

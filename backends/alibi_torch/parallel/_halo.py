@@ -68,6 +68,7 @@ class Halo:
         size, start = self.shards.shard_len, 0
         if not self.shards.tokens(rank):
             return found
+        # Neighbouring heads with equal horizons share a stretch, and so one attention call.
         for (past, future), run in itertools.groupby(zip(self.past, self.future, strict=True)):
             stop = start + len(list(run))
             ends = max(rank * size - past, 0), min((rank + 1) * size + future, self.shards.length)
@@ -110,6 +111,7 @@ class Halo:
         if not outgoing:  # the shard is all padding
             return []
         here, group, tag = self.place.rank, self.place.group, self.place.tag
+        # One flat message per peer; the receiver knows the sizes of the pieces in it.
         sent = {peer: torch.cat([x.flatten() for x in parts]) for peer, parts in outgoing.items() if peer != here}
         sizes = {peer: [x.numel() for x in parts] for peer, parts in incoming.items() if peer != here}
         arrived = {peer: outgoing[here][0].new_empty(sum(of_peer)) for peer, of_peer in sizes.items()}

@@ -48,6 +48,7 @@ def needed_tokens(
         sides = [(call.slopes, inside, before), (future_slopes, size - 1 - inside, after)]
         side_tolerance = HALO_SHARE * tolerance * (1.0 if call.is_causal else 0.5)
         for side, (slopes, within, exist) in enumerate(sides[: 1 if call.is_causal else 2]):
+            # No more than the tokens that exist on this side, or that the window shows.
             limit = exist if call.window_size is None else min(exist, call.window_size)
             far = tokens_beyond(call.xp, slopes[:, None], excess, side_tolerance, within, limit)
             needs[side] = far.amax(dim=(0, 2)).long()
