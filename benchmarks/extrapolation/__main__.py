@@ -152,7 +152,7 @@ def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, 
     for length in settings.lengths:
         segments = torch.arange(first + length, len(tokens) + 1, length)
         found["non_overlapping"][str(length)] = losses_of(model, tokens, segments, length).mean().item()
-        slid = losses_of(model, tokens, moved, length)  # of each window the last ``stride`` tokens count
+        slid = losses_of(model, tokens, moved, length)  # the last ``stride`` tokens of each window are scored
         found["sliding"][str(length)] = slid[:, -stride:].mean().item()
     return found | {"by_position": slid.mean(dim=0).tolist()}
 

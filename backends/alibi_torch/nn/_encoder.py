@@ -19,7 +19,7 @@ class AlibiEncoder(nn.Module, models.BaseEncoder):
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
-        ValueError: If it is below 1, or ``config`` describes a decoder.
+        ValueError: If ``vocab_size`` is below 1, or ``config`` describes a decoder.
 
     Example:
         >>> model = AlibiEncoder(AlibiConfig(num_layers=1, is_causal=False, dropout=0.0), vocab_size=256)

@@ -26,7 +26,7 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
-        ValueError: If it is below 1, or ``config`` describes an encoder.
+        ValueError: If ``vocab_size`` is below 1, or ``config`` describes an encoder.
 
     Example:
         >>> model = AlibiLanguageModel(AlibiConfig(num_layers=1), vocab_size=256)

@@ -20,7 +20,7 @@ PROMPT, PADDING, STEPS = 13, 4, 3  # in tokens
 ROUNDINGS = 8
 VERSIONS = f"PyTorch {torch.__version__} and transformers {transformers.__version__}"
 
-Proof = dict[str, tuple[Tensor, float]]  # by part of the probe: the model's own result, and what rounding allows
+Proof = dict[str, tuple[Tensor, float]]  # by part of the probe: the original result, and the allowed difference
 
 
 def own_results(base: Any, layers: Iterable[nn.Module]) -> Proof | None:
@@ -65,7 +65,7 @@ def check(base: Any, proof: Proof) -> None:
         ) from error
     for name, (expected, allowed) in proof.items():
         found = difference(results[name], expected)
-        if not found <= allowed:  # or is NaN
+        if not found <= allowed:  # also raises for NaN
             raise ValueError(
                 f"model must give by the library what its own code gives, got a difference of {found:.2g} "
                 f"{name}, where rounding explains {allowed:.2g} and the largest number is "

@@ -139,7 +139,7 @@ def starts_of(position_ids: Tensor, batch: int, q_len: int, past: Any, mask: Ten
     return starts
 
 
-# --- The mask that carries them -------------------------------------------------------------------------------------
+# --- The mask that carries the tokens -------------------------------------------------------------------------------
 
 
 def carrier(tokens: Tokens, device: torch.device) -> Tensor:

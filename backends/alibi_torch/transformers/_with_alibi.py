@@ -21,7 +21,7 @@ from alibi_torch.transformers._proof import ROUNDINGS, VERSIONS, difference, mea
 POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")  # names of embeddings
 CONFIG_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # of attention weights
 LAYER_DROPOUTS = ("dropout", "attention_dropout", "attn_dropout", "dropout_prob")
-PROBE_LEN, PROBE_PADDING = 13, 5  # tokens
+PROBE_LEN, PROBE_PADDING = 13, 5  # in tokens
 
 
 def with_alibi(
@@ -155,7 +155,7 @@ def _convert(root: Any, slopes: list[float], future_slopes: list[float] | None, 
     layers = _layers_of(root)
     config = layers[0].config
     root.set_attn_implementation(NAME)
-    config.position_embedding_type = NAME  # as Jina's say
+    config.position_embedding_type = NAME  # as in the configs of Jina-embeddings-v2
     config.alibi_slopes, config.alibi_future_slopes = slopes, future_slopes
     for module in list(root.modules()):
         for name in POSITIONS:
