@@ -1,4 +1,4 @@
-"""The overhead of sequence parallelism: four processes that share the cores, compared with one that has all of them.
+"""The overhead of sequence parallelism: four processes that share the cores, against one that has them all.
 
 The processes of PyTorch communicate by gloo and have one thread each; the single process has one thread per core. Both
 sides use the same machine, so the ratio is the overhead of sharding the sequence. Results and gradients are compared

@@ -50,6 +50,7 @@ def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
         jnp.broadcast_to(getattr(ranges, x), shape)[..., starts // ranges.q_block] for x in FIELDS
     )
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
+    # Positions of the first and last query of each tile.
     lowest = starts + offset
     highest = jnp.minimum(starts + q_tile, call.q_len) - 1 + offset
     # max(first, lowest - past + 1) and min(stop, highest + future), written so that int32 does not overflow.
@@ -103,6 +104,7 @@ def _nearest_keys(call: AttentionCall) -> jax.Array:
     is_padding = call.q_segment_ids is None and (call.mask is None or call.mask.shape[-2] == 1)
     if call.sees_own_key or is_padding:
         return nearest_keys(call, part_elements=1)
+    # Check only the key at each query's own position: linear memory.
     queries = call.positions()[0].reshape(-1, 1, call.q_len)  # [batch or 1, 1, q_len]
     own = jnp.clip(queries, 0, call.kv_len - 1)
     visible = queries == own

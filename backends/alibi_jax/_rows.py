@@ -33,6 +33,7 @@ def _by_blocks(
     """Return attention by blocks of ``static.q_len`` queries."""
     rows = static.q_len
     axes = {name: axis_of(name, "queries", array) for name, array in arrays.items()}
+    # Arrays with a query axis are cut into blocks; the others are the same for all blocks.
     cut = {name: _blocks(arrays[name], axis, rows) for name, axis in axes.items() if axis is not None}
     fixed = {name: array for name, array in arrays.items() if axes[name] is None}
 

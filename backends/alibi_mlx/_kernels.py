@@ -99,7 +99,7 @@ def backward(
 
 def _softmax(scores: mx.array) -> mx.array:
     """Return the softmax of float32 scores along the last axis."""
-    if mx.default_device().type == mx.gpu:
+    if mx.default_device().type == mx.gpu:  # one fused kernel there
         return mx.softmax(scores, axis=-1)
     # On the CPU, MLX's power is three times as fast as its exponential.
     weights = mx.power(2.0, (scores - mx.max(scores, axis=-1, keepdims=True)) * math.log2(math.e))
@@ -185,6 +185,7 @@ def keys_of(tensor: mx.array, job: Job, call: AttentionCall) -> mx.array:
         return _cut(tensor, job.batch, heads, job.keys)
     stretch = mx.contiguous(tensor[job.batch, heads, job.kv_start : _kv_stop(job)])
     _, count, length, head_dim = stretch.shape
+    # Overlapping views: tile i begins i * rows tokens later.
     strides = (job.rows * head_dim, length * head_dim, head_dim, 1)
     return mx.as_strided(stretch, (job.tiles, count, job.kv_len, head_dim), strides)
 

@@ -68,6 +68,7 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
     host = None if is_plain else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))
+    # Measure, or read the cache's norms, only now that they are needed.
     known, found = None if norms is None else norms(), []
     for index in range(host.batch[0]):
         entry, one = entry_of(host, index), slice(index, index + 1)

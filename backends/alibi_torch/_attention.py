@@ -164,6 +164,7 @@ def checked(
     is_plain = is_plain and not any(_is_special(x, query.device) for x in arrays)
     if slopes is not None:
         is_plain = is_plain and slopes.is_floating_point() and query.ndim > 2 and slopes.shape == query.shape[-3:-2]
+    # The cached path below needs plain tensors and Python numbers; everything else is validated in full.
     if not is_plain:
         key, value = (x if used is None else x[:, :, :used] for x in (key, value))
         return AttentionCall.check(query, key, value, slopes, **arguments, xp=xp)
@@ -172,6 +173,7 @@ def checked(
     call = _of_sizes(query.device, names, *sizes, *arguments.values())
     changed: dict[str, Any] = {} if used is None else {"kv_len": used, "q_offset": used - call.q_len}
     if slopes is not None:
+        # Cheap test for the common case of slopes in [0, 1]; otherwise the full check, which raises.
         if slopes.requires_grad or not slopes.is_cpu or not all(0 <= x <= 1 for x in slopes.flatten().tolist()):
             may_be_negative = arguments.get("allow_negative_slopes", False)
             checks.slopes_values("slopes", slopes, working=call.working_dtype, allow_negative=may_be_negative)

@@ -138,6 +138,7 @@ def _summary(weights: Tensor) -> tuple[np.ndarray, ...]:
     length = weights.shape[-1]
     places = torch.arange(length, device=weights.device)
     distances = (places - places[1:, None]).abs()  # [queries, keys]
+    # Sum weights of equal distance: [heads, length]; the median is where the cumulative share passes one half.
     by_distance = weights.new_zeros(len(weights), length)
     by_distance.index_add_(1, distances.flatten(), weights.flatten(1))
     shares = by_distance.cumsum(dim=1) / by_distance.sum(dim=1, keepdim=True)

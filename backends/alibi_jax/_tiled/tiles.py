@@ -225,6 +225,7 @@ class Tiles:
     def rows(self, step: jax.Array) -> Rows:
         """Return the queries of a step, with slopes, positions and segment ids."""
         index, first, stop = (x[step] for x in self.jobs)  # [lanes]
+        # From a job's flat index to its place in the grid, and to its first element along each axis.
         grid_places = jnp.unravel_index(index, self.sizes.grid)
         starts = [x.astype(jnp.int32) * size for x, size in zip(grid_places, self.sizes.tile, strict=False)]
         starts = (*starts, jnp.zeros_like(index))
@@ -267,7 +268,7 @@ class Tiles:
         size = self.sizes.tile[4]
         wanted = rows.first + index * size
         # The last block ends at the last key, so it may begin with keys of the block before; these are masked.
-        begin = jnp.minimum(wanted, self.call.kv_len - size)
+        begin = jnp.minimum(wanted, self.call.kv_len - size)  # [lanes, 1, 1, 1, 1]
         positions = begin + jnp.arange(size, dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
         starts = *rows.starts[:4], begin.ravel()
         away = rows.positions - positions

@@ -74,6 +74,7 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
         if bias.visible is not None:
             # In a row without a visible key so far, all logits are HIDDEN, and their weights would be 1.
             weights = jnp.where(bias.visible, weights, ZERO)
+        # Rescale the sums so far to the new maximum.
         decay = jnp.exp2(before - now)
         # Sum the rounded weights, because the product uses them: then the mean of equal values is exact.
         rounded = weights.astype(values.dtype)

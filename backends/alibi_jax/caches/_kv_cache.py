@@ -209,6 +209,7 @@ class KVCache(NamedTuple):
         result = jnp.swapaxes(result, 1, 2)
         if held is not None and held <= self.max_length:
             return result
+        # Traced lengths cannot raise: return NaN after an overflow, or if there are too few tokens.
         is_right = (self.length <= self.max_length) & (offset >= 0)
         return jnp.where(is_right if is_right.ndim == 0 else is_right[:, None, None, None], result, jnp.nan)
 

@@ -67,6 +67,7 @@ class Part(NamedTuple):
     @classmethod
     def own(cls, ring: Ring, local: Operands) -> Part:
         """Return the part with the shard's own keys."""
+        # HALO_SHARE of the tolerance is for keys that are not sent; the kernels share the rest.
         tolerance = (1 - HALO_SHARE) * OWN_SHARE * local.call.tolerance
         call = replace(local.call, q_offset=0, tolerance=tolerance)
         return cls(local._replace(call=call, other_keys=OtherKeys()), ring.is_token())
@@ -299,5 +300,6 @@ def _hops_needed(ring: Ring, local: Operands, lower: jax.Array, measured: Measur
         limit = exist if call.window_size is None else jnp.minimum(exist, call.window_size)
         far = tokens_beyond(jnp, slopes[..., None], excess, tolerance, inside, limit).astype(jnp.int32)
         needs.append(jnp.max(jnp.where(ring.is_token(), far, 0)))
+    # From tokens to shards, rounded up; all devices take the largest number.
     hops = -(-jnp.stack(needs) // size)
     return lax.pmax(varying_over(hops, ring.all_axes), ring.all_axes)

@@ -143,6 +143,7 @@ class AlibiAttention(nn.Module, models.BaseAttention):
                 rules["mask"] = sees if rules["mask"] is None else sees & rules["mask"]
             return attention(query, key, value, self.slopes, **rules)
         except Exception:
+            # Remove the appended tokens, so that a failed call leaves the cache unchanged.
             if padding is None:
                 cache.offset = held
             else:

@@ -249,6 +249,7 @@ def _is_mask(added: Tensor) -> bool:
         return False
     if in_transform():
         return False
+    # Reading values is not allowed while a CUDA graph is captured.
     if added.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return bool(((added == 0) | (added == -math.inf)).all())

@@ -127,6 +127,7 @@ def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
     found = [torch.empty_like(mine) for _ in range(place.size)]
     dist.all_gather(found, mine, group=place.group)
     everywhere = torch.stack(found)
+    # Processes may have made different numbers of calls in other groups: agree on the largest counter.
     tag = int(everywhere[:, -1].max())
     _tags = count(tag + 1)
     differs = everywhere[:, :-1] != everywhere[0, :-1]

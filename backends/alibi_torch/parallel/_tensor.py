@@ -63,6 +63,7 @@ class TensorParallelAttention(ParallelStyle):
                 raise ValueError(f"{name} must be divisible by the {size} processes of the mesh, got {heads}")
         plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
         parallelize_module(module, device_mesh, plan | {"out_proj": RowwiseParallel()})
+        # From here on the module has only this process's heads: slopes, shape and class.
         heads = module.shape.num_heads // size
         mine = slice(rank * heads, (rank + 1) * heads)
         for name in ("slopes", "future_slopes"):

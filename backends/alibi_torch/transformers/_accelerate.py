@@ -81,7 +81,7 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
             _become(layer, kind.alibi_layer)
         base.alibi_layers, base.alibi_state = layers[base], state
         _become(base, kind)
-        if isinstance(base, FalconModel):
+        if isinstance(base, FalconModel):  # or it would add its own bias to the mask that carries the tokens
             base.use_alibi = False
     for outer in _models_around(model):
         if "alibi_hook" not in vars(outer):  # still there if only the base model was restored
@@ -95,6 +95,7 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     except ValueError:
         restore(model)
         raise
+    # The probe's passes do not count.
     state.calls.clear()
     return model
 

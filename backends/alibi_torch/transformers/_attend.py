@@ -92,6 +92,7 @@ def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Toke
     places = value
     if key.shape[2] > tokens.kv_len:
         key, value = key[:, :, : tokens.kv_len], value[:, :, : tokens.kv_len]
+    # A small call without gradients uses one dense bias for all layers; autograd and compilers take the tiled path.
     is_plain = query.is_cpu and not (torch.compiler.is_compiling() or in_transform())
     is_small = is_plain and key.shape[2] <= SHARED_KEYS and query.shape[2] * key.shape[2] <= SHARED_SCORES
     is_dense = is_small and not needs_gradients(query, key, value)
@@ -114,6 +115,7 @@ def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: T
     tokens = tokens.beside(key)
     text, blind = tokens.text, None
     if text is not None:
+        # A query is blind if no text token is at or before it.
         queries = (tokens.past + torch.arange(q_len, device=device)).clamp(max=tokens.kv_len - 1)
         blind = (text.cumsum(dim=-1) == 0)[:, queries]
         blind = blind if is_unreadable(blind) or bool(blind.any()) else None

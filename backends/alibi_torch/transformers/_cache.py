@@ -63,6 +63,7 @@ class _Buffer:
         buffer = self.tensors[0]
         is_ours = [x.data_ptr() for x in self.tensors] == [x.data_ptr() for x in (keys, values)]
         is_ours = is_ours and keys.shape[:3] == (*buffer.shape[:2], self.length)  # False after another cache appended
+        # A tensor made in inference mode cannot be written outside of it.
         is_frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
         fits = (
             self.length + new.shape[2] <= buffer.shape[2]

@@ -64,6 +64,7 @@ def alibi_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings return float32
     position_ids, options = kwargs.get("position_ids"), {"scale": scaling, "dropout": dropout}
     if is_cross_attention(module, is_causal):
+        # Cross-attention has no positions: slopes of 0.
         slopes: Any = torch.zeros(query.shape[1], device=query.device)
         is_causal, position_ids = False, None
     else:
@@ -73,7 +74,7 @@ def alibi_attention(
                 f"key must be as long as query, {query.shape[2]}, in attention in both directions, got {key.shape[2]} "
                 f"in a {type(module).__name__}; attention to another sequence has no distances"
             )
-    if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+    if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:  # unused slots of a static cache
         key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))
     options |= _mask_options(attention_mask, is_causal, query, key, position_ids)
     options["return_weights"] = _wants_weights(module, kwargs.get("output_attentions"))

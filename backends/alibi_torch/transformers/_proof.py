@@ -147,7 +147,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
     owned = {module: parameters for module, parameters in _units(model) if parameters}
     handles = [x.register_forward_pre_hook(cast) for x in owned] + [x.register_forward_hook(put_back) for x in owned]
-    model.eval()
+    model.eval()  # without dropout; the modes are restored below
     try:
         with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
             yield

@@ -87,6 +87,7 @@ def with_alibi(
     if not roots:
         raise ValueError(f"model must contain a model of transformers, got {type(model).__name__}")
     plans = [(root, *_check(root, slopes, future_slopes)) for root in roots]
+    # If anything below raises, the stack undoes all changes; pop_all() keeps them.
     with contextlib.ExitStack() as undo:
         _copy_configs(model, undo)
         for root, past, future in plans:
@@ -248,6 +249,7 @@ def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
         mask = torch.cat([nn.functional.pad(text, pads), torch.ones_like(padded)])
         got = run(torch.cat([padded, padded.flip(1)]), attention_mask=mask)[:1, pads[0] : pads[0] + PROBE_LEN]
         yield f"padding on the {side}", difference(got, alone), rounding
+    # With slopes of 0 the model must not depend on the order of tokens.
     slopes = config.alibi_slopes, config.alibi_future_slopes
     config.alibi_slopes, config.alibi_future_slopes = [0.0] * len(slopes[0]), None
     plain, flipped = run(tokens), run(tokens.flip(1)).flip(1)
@@ -262,6 +264,7 @@ def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
         yield "position_ids that count by two", difference(got, alone), rounding
         return
     yield "the order of tokens, where slopes are 0,", difference(flipped, plain), rounding
+    # Two copies in one row: equal results show that position_ids separate packed sequences.
     twice = run(tokens.repeat(1, 2), position_ids=positions.repeat(1, 2))
     for module in root.modules():
         if isinstance(module, NoPositions):
