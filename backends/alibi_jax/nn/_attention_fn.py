@@ -50,7 +50,7 @@ def attention_fn(
         :func:`alibi_jax.attention`.
 
     Raises:
-        TypeError: If ``implementation`` is no string.
+        TypeError: If ``implementation`` is neither a string nor a :class:`TPU`.
         ValueError: If ``implementation`` is unknown.
 
     Example:
