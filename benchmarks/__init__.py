@@ -1,1 +1,1 @@
-"""Measurements of what the library claims; each is run as ``python -m benchmarks.NAME``."""
+"""Measurements that support the library's claims; run one by ``python -m benchmarks.NAME``."""

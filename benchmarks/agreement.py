@@ -1,7 +1,7 @@
 """Do all installed frameworks agree? ``python -m benchmarks.agreement`` prints a table and fails if they do not.
 
-Bias: how many elements differ from NumPy's, bit by bit. Attention: the relative error against float64, in units of the
-dtype's roundoff.
+Bias: the number of elements whose bits differ from NumPy's. Attention: the relative error against float64, in units of
+the dtype's roundoff.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.attention import MOST_ERROR, ROUNDOFF, attend, relative_error, s
 from tests.support.frameworks import BACKENDS, FRAMEWORKS, JAX, MLX, NUMPY, TORCH, Backend, Framework
 
 COMPILED = (TORCH, JAX, MLX)
-NUM_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 12, 97, 113, 32  # 12 heads: slopes of a number that is no power of two
+NUM_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 12, 97, 113, 32  # 12 heads: no power of two
 
 
 def bias_bits(framework: Framework, *, is_causal: bool, compiled: bool) -> np.ndarray:
@@ -34,7 +34,7 @@ def bias_bits(framework: Framework, *, is_causal: bool, compiled: bool) -> np.nd
 
 
 def differing_elements(framework: Framework, *, compiled: bool) -> int:
-    """Return how many elements of the causal and the symmetric bias are not NumPy's, bit by bit."""
+    """Return the number of elements of the causal and the symmetric bias whose bits differ from NumPy's."""
     pairs = (
         [bias_bits(x, is_causal=is_causal, compiled=compiled and x is framework) for x in (framework, NUMPY)]
         for is_causal in (True, False)
@@ -43,7 +43,7 @@ def differing_elements(framework: Framework, *, compiled: bool) -> int:
 
 
 def error(backend: Backend, dtype: str, *, is_causal: bool) -> float:
-    """Return the relative error of attention in units of roundoff; grouped heads, the queries are the last tokens."""
+    """Return the relative error of attention, in units of roundoff, with grouped heads and queries at the end."""
     drawn = np.random.default_rng(7)
     sizes = (NUM_HEADS, Q_LEN), (NUM_HEADS // 2, KV_LEN), (NUM_HEADS // 2, KV_LEN)
     tensors = [drawn.standard_normal((1, heads, n, HEAD_DIM)) for heads, n in sizes]
@@ -61,7 +61,7 @@ def error(backend: Backend, dtype: str, *, is_causal: bool) -> float:
 def main() -> int:
     """Print the table; return 0 if all agree."""
     frameworks, backends = (
-        [parameter.values[0] for parameter in parameters if not parameter.marks[0].args[0]]  # marked to skip: missing
+        [parameter.values[0] for parameter in parameters if not parameter.marks[0].args[0]]  # skipped: not installed
         for parameters in (FRAMEWORKS, BACKENDS)
     )
     columns = ("bias bits\nthat differ", "the same,\ncompiled", *(f"attention\n{dtype}" for dtype in ROUNDOFF))

@@ -1,8 +1,9 @@
-"""What does a bias cost, beside an array of its size that is filled, and beside the builders of other libraries?
+"""How long does it take to build a bias, compared with filling an array of its size, and with other libraries?
 
-Every bias is compared with float64 arithmetic, bit for bit, before it is timed: a causal bias of 32 heads, 4,096 x
-4,096 (2.1 GB), and the key-only bias of 112 heads over 1,000,000 keys. BLOOM and MPT build one row a head and leave the
-rest to broadcasting; theirs is copied to the same shape. None of the others masks. Five minutes on two cores, 7 GB.
+Every bias is compared bit for bit with float64 arithmetic before it is timed: a causal bias of 32 heads, 4,096 x 4,096
+(2.1 GB), and the bias by key of 112 heads over 1,000,000 keys. BLOOM and MPT build one row per head and broadcast it
+later; their row is copied to the full shape. The other libraries' biases are not masked. Five minutes on two cores, 7
+GB.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LIBRARIES = {"NumPy": "numpy", "PyTorch": "torch", "JAX": "jax.numpy", "MLX": "m
 
 
 def finishing(name: str, build: Callable[..., Any], *arguments: Any) -> Call:
-    """Return a call that builds something and waits until it is there."""
+    """Return a call that builds an array and waits until it is computed."""
     if name == "JAX":
         import jax
 
@@ -46,14 +47,14 @@ def ours(name: str, xp: Any, num_heads: int, length: int) -> dict[str, Call]:
     calls = {name: finishing(name, partial(alibi_core.bias, num_heads, length, xp=xp))}
     if name in ("JAX", "MLX"):
         compiler = xp.compile if name == "MLX" else importlib.import_module("jax").jit
-        # Slopes are an argument: a compiler may compute beforehand what depends on constants alone.
+        # Pass slopes as an argument: a compiler could evaluate a bias of constants at compile time.
         function = compiler(lambda rates: alibi_core.bias(rates, length))
         calls[f"{name}, compiled"] = finishing(name, function, alibi_core.slopes(num_heads, xp=xp))
     return calls
 
 
 def peers(name: str, num_heads: int, length: int) -> dict[str, Call]:
-    """Return calls that build others' biases in a library, ``[num_heads, length, length]``."""
+    """Return calls that build the biases of other libraries in a framework, ``[num_heads, length, length]``."""
     if name == "MLX":
         from mlx.nn import ALiBi
 
@@ -75,13 +76,13 @@ def peers(name: str, num_heads: int, length: int) -> dict[str, Call]:
     if importlib.util.find_spec("x_transformers"):
         from x_transformers.x_transformers import AlibiPositionalBias
 
-        # A new module for each call: it caches its bias.
+        # Make a new module for each call, because the module caches its bias.
         found["x-transformers"] = lambda: AlibiPositionalBias(num_heads)(length, length)
     return found
 
 
 def wrong_bits(bias: Any, ahead: np.ndarray) -> int:
-    """Count elements that are not the slope times ``ahead``, how far a key is ahead, rounded once to float32."""
+    """Count elements that differ from slope times ``ahead`` (key minus query position), rounded once to float32."""
     array = np.asarray(bias)
     heads = zip(array, slopes(len(array)), strict=True)  # head by head: a float64 copy of all would take 4 GB
     return sum(np.count_nonzero(x.view(np.uint32) != (y * ahead).astype(np.float32).view(np.uint32)) for x, y in heads)
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         xp = importlib.import_module(module)
         if name == "MLX":
-            xp.set_cache_limit(0)  # else a fill gets the memory of the last bias, whose pages have been touched
+            xp.set_cache_limit(0)  # otherwise a fill would reuse the last bias's pages
         biases = ours(name, xp, num_heads, length)
         row = finishing(name, partial(alibi_core.key_bias, key_heads, kv_len, xp=xp))
         subjects = [(of_pairs, each, call, (num_heads, length, length), ahead) for each, call in biases.items()]

@@ -1,9 +1,9 @@
-"""Which share of the blocks of scores do bounds keep, on the same queries and keys?
+"""Which share of the blocks of scores must be computed according to several bounds, for the same queries and keys?
 
-A block, of 128 queries and 128 keys, may be left out if all keys that are left out of a row weigh no more than the
-tolerance. Adaptive Computation Pruning (ACP, arXiv 2504.06949) decides it from the largest norms of a call and the
-decay alone; an oracle looks at the weights. Causal, canonical slopes; queries and keys are normal, or those of a model
-that is trained here on the source of Python's standard library.
+A block of 128 queries and 128 keys may be skipped if the weights of all skipped keys of a row sum to at most the
+tolerance. Adaptive Computation Pruning (ACP, arXiv 2504.06949) decides from the largest norms of a call and the decay
+alone; an oracle reads the weights. Causal, canonical slopes; queries and keys are normally distributed, or come from a
+model that the benchmark trains on the source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Values = np.ndarray[Any, Any]
 
 
 def visible(length: int) -> Values:
-    """Return which blocks a causal mask leaves, ``[blocks, blocks]``."""
+    """Return the blocks with visible keys under a causal mask, ``[blocks, blocks]`` booleans."""
     return np.tril(np.ones((-(-length // BLOCK),) * 2, bool))
 
 
 def acp(query: Values, key: Values, slopes: Values, tolerance: float) -> Values:
-    """Return the blocks that ACP keeps: those whose largest decay is above ``ln(tolerance) - ln(length) - 2 U``."""
+    """Return the blocks that ACP keeps: the largest decay must exceed ``ln(tolerance) - ln(length) - 2 U``."""
     length, head_dim = query.shape[1:]
     norms = [np.linalg.norm(x, axis=-1).max(axis=-1) for x in (query, key)]  # [heads]
     threshold = math.log(tolerance) - math.log(length) - 2 * head_dim**-0.5 * norms[0] * norms[1]
@@ -45,7 +45,7 @@ def acp(query: Values, key: Values, slopes: Values, tolerance: float) -> Values:
 
 
 def largest_norms(query: Values, key: Values, slopes: Values, tolerance: float) -> Values:
-    """Return the blocks within the horizon that the largest norms of a head give, in closed form."""
+    """Return the blocks within the horizon in closed form, from the largest norms of each head."""
     length, head_dim = query.shape[1:]
     norms = [np.linalg.norm(x, axis=-1).max(axis=-1) for x in (query, key)]
     horizons = alibi_core.horizon(slopes, 2 * head_dim**-0.5 * norms[0] * norms[1], tolerance=tolerance)
@@ -65,7 +65,7 @@ def ours(query: Values, key: Values, slopes: Values, tolerance: float) -> Values
 
 
 def oracle(query: Values, key: Values, slopes: Values, tolerance: float) -> Values:
-    """Return the fewest blocks of each row of blocks, the heaviest, that leave out no more than the tolerance."""
+    """Return the fewest (heaviest) blocks of each row of blocks such that skipped weights are within the tolerance."""
     length, head_dim = query.shape[1:]
     distances = np.arange(length)[:, None] - np.arange(length)
     kept = []

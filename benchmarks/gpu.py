@@ -1,17 +1,17 @@
-"""What is there to learn of one GPU? Sections of the benchmarks in order.
+"""All measurements on one GPU, in sections.
 
   numerics   each implementation against float64, in bfloat16 and float32: results, gradients, decoding, and whether two
              runs give the same bits;
   attention  forward, with backward, and decoding at 2,048 to 65,536 tokens, causal, bfloat16, 32 heads of 128 and 8 of
-             64, beside each kernel of scaled_dot_product_attention without positions, FlexAttention with ALiBi's
+             64, compared with each kernel of scaled_dot_product_attention without positions, FlexAttention with ALiBi's
              score_mod and causal blocks, and a dense bias: seconds of a call and of the GPU alone, of the first call
              (which compiles), and peak memory;
-  models     a model of BLOOM-560m's shape at 8,192 tokens, as it is, accelerated, and compiled;
+  models     a model of BLOOM-560m's shape at 8,192 tokens: unchanged, accelerated, and compiled;
   jax        attention in JAX.
 
-All results are written after every row, and what fails is written with its reason, so that a run that is ended loses
-nothing; one section after the other (``--only``) gives each a process of its own. ``--dry-run`` does the same in small
-on the CPU. No installation is needed:
+All results are written after every row, and failures with their reason, so that an interrupted run loses nothing. Use
+``--only`` to run each section in a separate process. ``--dry-run`` runs everything at small sizes on the CPU. The
+package need not be installed:
 
     PYTHONPATH=.:backends python -m benchmarks.gpu --output DIR
 """
@@ -33,21 +33,21 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.attention import Contestant, Library, Reference, Shape, load, sample
 
-LONGEST_CHECKED = 16_384  # tokens of results that are compared with float64, which takes ten seconds beyond
+LONGEST_CHECKED = 16_384  # Beyond this many tokens, results are not compared with float64, which would take 10 seconds.
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is measured."""
+    """The sizes and the extent of the measurements."""
 
     device: str = "cuda"
-    shapes: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))  # heads, and features of a head
+    shapes: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))  # (heads, head_dim)
     lengths: tuple[int, ...] = (2048, 4096, 16_384, 65_536)
-    checked: int = 2048  # tokens of which all results and gradients are compared with float64
+    checked: int = 2048  # tokens; all results and gradients at this length are compared with float64
     text: int = 8192
-    divisor: int = 1  # of the width of the model
-    seconds: float = 0.2  # for which a call is repeated, at most
+    divisor: int = 1  # the model's width is divided by this
+    seconds: float = 0.2  # a call is repeated for at most this long
 
 
 SMALL = Scope("cpu", ((2, 16),), (64,), 64, 64, 16, 0.0)
@@ -87,7 +87,7 @@ def run_twice(call: Callable[[], Any]) -> tuple[tuple[Any, ...], bool]:
 
 
 def attention(scope: Scope, name: str = "torch") -> Iterator[Row]:
-    """Time everyone's attention of a library."""
+    """Time the attention of all contestants in a framework."""
     library = load(name, scope.device)
     shapes = [Shape(*sizes, length, "bfloat16") for sizes in scope.shapes for length in scope.lengths]
     for shape in shapes:
@@ -115,7 +115,7 @@ def attention(scope: Scope, name: str = "torch") -> Iterator[Row]:
 
 
 def measured(scope: Scope, library: Library, make: Callable[[], Any], checked: Any = None) -> Row:
-    """Return what a call takes: its first run, and later ones; or the reason why it does not run."""
+    """Return the time and memory of a call, for its first run and later runs; or the reason why it does not run."""
     try:
         start = time.perf_counter()
         call = make()
@@ -139,12 +139,12 @@ def measured(scope: Scope, library: Library, make: Callable[[], Any], checked: A
                 exact = Reference(shown, library.as_float64, rows, biased=biased)
                 row["error"] = exact.error(library.heads_first(call()))
         return row
-    except Exception as error:  # a kernel that lacks something, or memory: the others are measured all the same
+    except Exception as error:  # unsupported, or out of memory: go on with others
         return problem(error)
 
 
 def problem(error: BaseException) -> Row:
-    """Return why there is no figure."""
+    """Return a row with the reason why there is no measurement."""
     return {"failed": f"{type(error).__name__}: {error}"[:600], "traceback": traceback.format_exc()[-3000:]}
 
 
@@ -162,7 +162,7 @@ def models(scope: Scope) -> Iterator[Row]:
     with torch.no_grad():
         exact = read(copy.deepcopy(model).float(), tokens)
     ways = {"its own": model, "accelerated": ours}
-    if scope.device == "cuda":  # on a CPU the compiler takes minutes
+    if scope.device == "cuda":  # on a CPU, compilation takes minutes
         ways |= {f"{name}, compiled": torch.compile(each) for name, each in list(ways.items())}
     for name, each in ways.items():
         call = torch.no_grad()(partial(read, each, tokens))
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("gpu", __doc__, tuple(SECTIONS))
     parser.add_argument("--dry-run", action="store_true", help="in small, on the CPU")
     options = parser.parse_args(arguments)
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the memory
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would allocate most of the memory
     about = harness.versions("torch", "triton", "jax", "jaxlib", "transformers", "numpy")
     results: Row = {"dry_run": options.dry_run, "machine": harness.machine(), "versions": about, "sections": {}}
     scope = SMALL if options.dry_run or options.quick else Scope()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: paired times, peak memory in a separate process, the machine, a table, JSON."""
+"""Shared code of the benchmarks: paired times, peak memory in a separate process, the machine, a table, JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Call = Callable[[], Any]
 
 
 def seconds_of(call: Call) -> float:
-    """Return how long a call takes; freeing its result does not count."""
+    """Return the duration of a call in seconds, without freeing its result."""
     start = time.perf_counter()
     result = call()
     elapsed = time.perf_counter() - start
@@ -40,8 +40,8 @@ def seconds_of(call: Call) -> float:
 def paired(candidate: Any, baseline: Any, pairs: int, clock: Callable[[Any], float] = seconds_of) -> dict[str, Any]:
     """Time two calls alternately, after one call each to warm up, and return medians and ratios.
 
-    The order within a pair alternates. A machine that is slower for a while is slower for both calls of a pair, so
-    ratios vary less than times. A ratio above 1 says how many times faster the candidate is.
+    The order within a pair alternates. A temporary slowdown of the machine affects both calls of a pair, so ratios vary
+    less than times. A ratio of 2 means that the candidate is twice as fast.
     """
     gc.collect()
     for call in (candidate, baseline):
@@ -56,16 +56,16 @@ def paired(candidate: Any, baseline: Any, pairs: int, clock: Callable[[Any], flo
 
 
 def compared(candidate: float, baseline: float) -> dict[str, Any]:
-    """Return two numbers of which less is better, and how many times less the candidate is."""
+    """Return both numbers and the ratio baseline / candidate; smaller numbers are better."""
     return {"values": [candidate, baseline], "ratio": baseline / candidate if candidate else None}
 
 
 def peak_growth(function: str, *arguments: Any) -> int:
-    """Return by how many bytes memory grows, at its peak, during a call in a process of its own.
+    """Return the peak growth of memory, in bytes, during a call in a separate process.
 
     Args:
         function: ``module:name`` of a function that prepares (imports, warms up) and returns the call to measure.
-        *arguments: Its arguments, which JSON must hold.
+        *arguments: Its arguments, which must be serializable as JSON.
     """
     code = "import sys, json; from benchmarks import harness; harness._alone(*json.loads(sys.argv[1]))"
     done = subprocess.run(
@@ -84,7 +84,7 @@ def _alone(function: str, *arguments: Any) -> None:
     module, name = function.split(":")
     call = getattr(importlib.import_module(module), name)(*arguments)
     gc.collect()
-    # Reset the peak, which the imports have set. Where the system does not allow it, the result is an upper bound.
+    # Reset the peak, which the imports have raised. If the system does not allow it, the result is an upper bound.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before, _ = _memory()
@@ -94,7 +94,7 @@ def _alone(function: str, *arguments: Any) -> None:
 
 def _memory() -> tuple[int, int]:
     """Return resident memory and its peak, in bytes; the peak twice on systems without /proc."""
-    if status := _proc("self/status"):  # not getrusage, whose peak a process inherits from its parent on Linux
+    if status := _proc("self/status"):  # not getrusage: on Linux a process inherits the peak of its parent
         return tuple(1024 * int(status[key].split()[0]) for key in ("VmRSS", "VmHWM"))
     import resource
 
@@ -103,7 +103,7 @@ def _memory() -> tuple[int, int]:
 
 
 def available_memory() -> int:
-    """Return how many bytes a process can still allocate; the size of the memory on systems without /proc."""
+    """Return the number of bytes that can still be allocated; total memory on systems without /proc."""
     if available := _proc("meminfo").get("MemAvailable"):
         return 1024 * int(available.split()[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -121,7 +121,7 @@ def _proc(name: str) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine by what matters for speed."""
+    """Return the properties of the machine that determine speed."""
     cpu = _proc("cpuinfo")
     flags = cpu.get("flags", "").split()
     return {
@@ -168,14 +168,14 @@ class Results:
         self.found |= {"wrong": self.wrong, "numerics": {}, "measurements": []}
 
     def add(self, group: str, candidate: str, baseline: str, unit: str = "s", note: str = "", **measured: Any) -> None:
-        """Add a row: what :func:`paired` or :func:`compared` returned, or a note why there is nothing."""
+        """Add a row: the result of :func:`paired` or :func:`compared`, or a note that says why there is none."""
         row = {"group": group, "candidate": candidate, "baseline": baseline, "unit": unit, **measured, "note": note}
         self.found["measurements"].append(row)
         print(f"{group}: {candidate}: {_number(measured.get('ratio'))} {note}", file=sys.stderr, flush=True)
         write_json(self.path, self.found)
 
     def check(self, subject: str, error: float, limit: float) -> bool:
-        """Record an error, and return whether it is within the limit; the benchmark fails if one is not."""
+        """Record an error, and return whether it is within the limit; an error above its limit fails the benchmark."""
         self.found["numerics"][subject] = error
         is_right = error <= limit  # False for NaN
         if not is_right:
@@ -214,7 +214,7 @@ def write_json(path: Path, results: Any) -> None:
     rounded = json.loads(text, parse_float=lambda x: float(f"{float(x):.5g}"), parse_constant=lambda name: None)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)  # a run that is stopped leaves whole files
+    part.replace(path)  # atomic, so that an interrupted run leaves complete files
 
 
 def table(title: str, *columns: str, **options: Any) -> Any:

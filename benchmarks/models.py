@@ -1,9 +1,9 @@
-"""How much faster are models with this library's attention than by their own arithmetic?
+"""How much faster are models with this library's attention than with their own code?
 
-Random weights at real shapes, two layers or so of each. BLOOM, MPT and Falcon of ``transformers`` are accelerated in
-place, BERT is given ALiBi in place of its positions, and an encoder of Jina-embeddings-v2's shape is beside the dense
-arithmetic of its own code and beside PyTorch's fused kernel with the dense bias. Results are compared first, with
-float64 for their measure. 30 minutes and 17 GB on two cores.
+Random weights at real shapes, about two layers of each model. BLOOM, MPT and Falcon of ``transformers`` are accelerated
+in place, BERT gets ALiBi in place of its positions, and an encoder of Jina-embeddings-v2's shape is compared with its
+original dense code and with PyTorch's fused kernel with a dense bias. Results are compared with float64 first. 30
+minutes and 17 GB on two cores.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from alibi_torch.transformers import accelerate, with_alibi
 from benchmarks import harness
 from benchmarks.harness import Call, Results
 
-VOCABULARY = 1000  # few words: embeddings are not measured
-SHARES = (1, 2, 4, 8, 2, 3, 5, 6)  # of the longest of eight texts: all of it, a half, a quarter ...
-MOST_APART = 4  # times the error that the model itself makes in float32
+VOCABULARY = 1000  # Small, because embeddings are not measured.
+SHARES = (1, 2, 4, 8, 2, 3, 5, 6)  # The lengths of eight texts are the longest length divided by these.
+MOST_APART = 4  # The largest accepted error, in units of the original model's own float32 error.
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, what it is asked, and who answers.
+    """A model, its inputs, and the implementations to compare.
 
     Attributes:
-        name: In the table.
-        build: Takes a width, in which some models are narrow, and a number of tokens; returns the model and its inputs.
-        tokens: Of the text, or before the tokens that are decoded.
-        run: Takes a model and its inputs; returns what is compared.
-        ours: Makes a model ours, in place or not.
-        theirs: By name, other ways to run it.
-        is_same: Whether all compute the same.
+        name: Name in the table.
+        build: Takes a divisor of the width and a number of tokens; returns the model and its inputs.
+        tokens: Number of tokens of the text, or of cached tokens before decoding.
+        run: Takes a model and its inputs; returns the tensor to compare.
+        ours: Converts a model to this library's attention, in place or not.
+        theirs: Other ways to run the model, by name.
+        is_same: Whether all implementations compute the same function.
     """
 
     name: str
@@ -108,7 +108,7 @@ def read(model: Any, tokens: Tensor) -> Tensor:
 
 
 def decode(model: Any, tokens: Tensor, steps: int = 16) -> Tensor:
-    """Return the last hidden states of tokens, one at a time, behind keys that are drawn."""
+    """Return the last hidden states of tokens that are decoded one at a time after random cached keys."""
     cache = transformers.DynamicCache(config=model.config)
     heads = model.config.num_attention_heads
     drawn = torch.Generator().manual_seed(0)
@@ -143,7 +143,7 @@ def jina(divisor: int, tokens: int, batch: int = 1) -> tuple[Any, tuple[Tensor, 
     model = alibi_torch.AlibiEncoder(config, VOCABULARY)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("weight") and parameter.ndim == 2:  # queries and keys of unit variance
+            if name.endswith("weight") and parameter.ndim == 2:  # so that queries and keys have unit variance
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
     return model, (text(batch, tokens), [max(1, tokens // share) for share in SHARES[:batch]])
 
@@ -154,7 +154,7 @@ def encode(model: Any, texts: tuple[Tensor, list[int]]) -> Tensor:
 
 
 def encode_densely(model: Any, texts: tuple[Tensor, list[int]], is_fused: bool) -> Tensor:
-    """Return embeddings by the arithmetic of the original code, or by PyTorch's fused kernel with the same bias."""
+    """Return embeddings as the original code computes them, or by PyTorch's fused kernel with the same bias."""
     (tokens, lengths), num_heads = texts, model.config.num_heads
     x = model.embed(tokens)
     visible = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
@@ -195,7 +195,7 @@ SUBJECTS = (
 
 
 def alone(index: int, divisor: int, tokens: int, name: str) -> Call:
-    """Return one call of a subject, for a process of its own."""
+    """Return one call of a subject, for a separate process."""
     subject = SUBJECTS[index]
     subject.calls(divisor, min(tokens, 64))[name]()
     return subject.calls(divisor, tokens)[name]
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     divisor = 16 if options.quick else 1
     for index, subject in enumerate(SUBJECTS):
         if options.quick and subject.name in [x.name for x in SUBJECTS[:index]]:
-            continue  # the same at another length
+            continue  # the same model at another length
         tokens = 64 if options.quick else subject.tokens
         if subject.is_same:
             single, double = (subject.calls(divisor, min(tokens, 512), x) for x in (torch.float32, torch.float64))

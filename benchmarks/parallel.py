@@ -1,8 +1,8 @@
-"""Do processes that share a sequence lose time by it? Four of them that share the cores, beside one that has them all.
+"""The overhead of sequence parallelism: four processes that share the cores, against one that has them all.
 
-Processes of PyTorch talk through gloo, each with one thread; the one that they are compared with has as many threads as
-there are cores. So nothing is won by more of the machine, and the ratio is the price of dividing the sequence. Results
-and gradients are compared with those of one process first. Four minutes on two cores.
+The processes of PyTorch communicate by gloo and have one thread each; the single process has one thread per core. Both
+sides use the same machine, so the ratio is the overhead of sharding the sequence. Results and gradients are compared
+with those of the single process first. Four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks import harness
 from benchmarks.harness import Results
 
 TIMEOUT = datetime.timedelta(minutes=5)
-# Each side may leave out 2**-24 of the softmax weight, and rounds some thousand additions of numbers near 1.
+# Each side may skip 2**-24 of the softmax weight, and rounds about a thousand additions of numbers near 1.
 MOST_APART = 2.0**-24 * 2000
 
 
 def work(rank: int, folder: str, processes: int, shape: tuple[int, ...], pairs: int) -> None:
-    """Be one of the processes. All do the same; the first also computes alone, and writes what it measured."""
+    """Run one of the processes. All run the same calls; rank 0 also runs alone, and writes the measurements."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=TIMEOUT)
@@ -52,7 +52,7 @@ def work(rank: int, folder: str, processes: int, shape: tuple[int, ...], pairs: 
 
     def alone(backward: bool) -> list[Any]:
         if rank:
-            return []  # the others wait in the barrier of the next shared pass
+            return []  # other ranks wait in the barrier of the next shared pass
         torch.set_num_threads(cores)
         found = pass_of(alibi_torch.attention, tensors, backward)
         torch.set_num_threads(1)

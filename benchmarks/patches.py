@@ -1,8 +1,8 @@
-"""Does ALiBi in the plane carry over to larger grids? A model fills in hidden patches of images made on the spot.
+"""Does two-dimensional ALiBi extrapolate to larger grids? A model predicts hidden patches of synthetic images.
 
-An image is a grid of colours: discs and rectangles over one another. Half of its patches are hidden; the model names
-their colours. It is trained on small grids and tested on larger ones, with positions in the plane, in reading order
-(symmetric ALiBi on a line), and without any.
+An image is a grid of colours: overlapping discs and rectangles. Half of its patches are hidden; the model predicts
+their colours. It is trained on small grids and tested on larger ones, with positions in the plane, with positions in
+reading order (symmetric ALiBi on a line), and without positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAINED, TESTED = 10, (10, 16, 24, 32)  # patches along one side of the grid
 
 
 def images(count: int, side: int, seed: int) -> Tensor:
-    """Return images, ``[count, side, side]``, colours from 0: a shape on every 16 patches or so."""
+    """Return images, ``[count, side, side]``, colours from 0, with about one shape per 16 patches."""
     rng = np.random.default_rng(seed)
     found = np.empty((count, side, side), np.int64)
     rows, columns = np.mgrid[:side, :side]
@@ -43,13 +43,13 @@ def images(count: int, side: int, seed: int) -> Tensor:
 
 
 def points(side: int) -> Tensor:
-    """Return the places of patches, ``[side * side, 2]``, in reading order."""
+    """Return the positions of patches in the plane, ``[side * side, 2]``, in reading order."""
     lines = torch.arange(side)
     return torch.stack(torch.meshgrid(lines, lines, indexing="ij"), dim=-1).reshape(-1, 2)
 
 
 class Model(nn.Module):
-    """Embeddings of colours, a transformer without a sense of order but ALiBi's, and a head."""
+    """Colour embeddings, a transformer whose only positional information is ALiBi, and a head."""
 
     def __init__(self, kind: str, width: int, layers: int) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class Model(nn.Module):
         self.embedding, self.head = nn.Embedding(COLOURS + 1, width), nn.Linear(width, COLOURS)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Return logits, ``[batch, patches, COLOURS]``, of ``[batch, side, side]``; ``COLOURS`` stands for hidden."""
+        """Return logits ``[batch, patches, COLOURS]`` for ``[batch, side, side]``, where ``COLOURS`` means hidden."""
         side = patches.shape[-1]
         places = {"positions": points(side)} if self.kind == "plane" else {}
         return self.head(self.transformer(self.embedding(patches.flatten(1)), **places))
 
 
 def hide(full: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Return images with half of their patches hidden, and where, ``[count, side, side]``."""
+    """Return images with half of their patches hidden, and the mask of hidden patches, ``[count, side, side]``."""
     hidden = torch.rand(full.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
     return full.masked_fill(hidden, COLOURS), hidden
 
 
 def train(kind: str, steps: int, width: int, layers: int) -> Model:
-    """Return a trained model. All kinds see the same images, and start from the same weights."""
+    """Return a trained model. All kinds have the same training images and initial weights."""
     torch.manual_seed(0)
     model = Model(kind, width, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -91,14 +91,14 @@ def train(kind: str, steps: int, width: int, layers: int) -> Model:
 
 @torch.no_grad()
 def accuracy(model: Model, side: int) -> float:
-    """Return the share of hidden patches whose colour the model names, on images that it was not trained on."""
+    """Return the share of hidden patches whose colour the model predicts correctly, on held-out images."""
     full = images(max(4, 16_384 // side**2), side, seed=10**6 + side)
     shown, hidden = hide(full, side)
     return (model(shown).argmax(dim=-1)[hidden.flatten(1)] == full[hidden]).double().mean().item()
 
 
 def nearest(side: int) -> float:
-    """Return the share of a guess that needs no training: the colour of the nearest patch that is shown."""
+    """Return the accuracy of a baseline without training: the colour of the nearest visible patch."""
     full = images(max(4, 16_384 // side**2), side, seed=10**6 + side)
     shown, hidden = hide(full, side)
     distance = torch.cdist(points(side).double(), points(side).double())

@@ -97,8 +97,8 @@ class Adapter(Protocol):
         Query, key and value are passed by position, the rest by name.
 
         ``future_slopes``, ``window_size``, ``segment_ids``, ``mask``, ``scale`` and ``positions`` (with ``distance``
-        and ``law``) are passed by name in cases that need them, if the function has the parameter and the adapter offers the feature. A function without the
-        parameter ``slopes`` must use the slopes of its contract.
+        and ``law``) are passed by name in cases that need them, if the function has the parameter and the adapter
+        offers the feature. A function without the parameter ``slopes`` must use the slopes of its contract.
         """
 
     def attention_grad(

@@ -41,42 +41,42 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
-    Memory is in proportion to the lengths, also with gradients, and keys too far away to matter are left out: they
-    are proved, from norms of queries and keys, to weigh no more than ``tolerance`` together. Derivatives in forward
-    mode, and second ones, hold all scores.
+    Memory is linear in the lengths, also with gradients. Distant keys are skipped if the norms of queries and keys
+    prove that their weights sum to at most ``tolerance``. Forward-mode and second derivatives need memory for all
+    scores.
 
     Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``), ``jax.checkpoint``
-    and ``jax.shard_map``, and divides batch and heads as arrays are sharded. Arrays may be traced; ``is_causal``,
-    ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``, ``allow_negative_slopes`` and
-    ``implementation`` are Python values. The sign of traced slopes goes unchecked.
+    and ``jax.shard_map``, and partitions batch and heads as the arrays are sharded. Arrays may be traced;
+    ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
+    ``allow_negative_slopes`` and ``implementation`` are Python values. The sign of traced slopes is not checked.
 
-    Bias and softmax are float32 (float64 for float64 inputs), whatever the dtype of the tensors. A query that may look
-    nowhere gives zeros.
+    Bias and softmax are float32 (float64 for float64 inputs), whatever the dtype of the tensors. A query that sees no
+    key gives zeros.
 
-    Arguments that are not listed are those of :func:`alibi_core.attention`. ``slopes`` and ``q_offset`` may have the
-    batch axes of ``query``, of which there may be any number.
+    Arguments that are not listed are those of :func:`alibi_core.attention`. ``query`` may have any number of batch
+    axes; ``slopes`` and ``q_offset`` may have them too.
 
-    - ``query``, ``key``, ``value``: ``[batch, length, heads, head_dim]``. In masks, biases and weights heads come
+    - ``query``, ``key``, ``value``: ``[batch, length, heads, head_dim]``. In masks, biases and weights, heads come
       before lengths, as in every mask of JAX.
-    - ``tolerance``: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
-      * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
-    - ``dropout``: Probability of zeroing a weight, the others being divided by what is left of 1, in every call: give 0
-      where a model is not training. ``"dense"`` alone has it, and ``added_bias`` and ``return_weights``; it is then the
-      default.
-    - ``dropout_key``: Of ``jax.random.key``, from which the draws follow; must be given where there are any.
+    - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
+      max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+    - ``dropout``: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in
+      every call, so pass 0 outside of training. Only ``"dense"`` supports dropout, ``added_bias`` and
+      ``return_weights``; it is then the default.
+    - ``dropout_key``: A key of ``jax.random.key`` for dropout; required if ``dropout`` is above 0.
     - ``implementation``: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere, tile
-      by tile; ``"dense"`` computes whole scores. Default: the kernel on a TPU, if it can run the call, else
-      ``"tiled"``. The one named runs, or the call raises, when it is compiled; :func:`explain` tells why.
+      by tile; ``"dense"`` computes all scores. Default: the kernel on a TPU, if it can run the call, else ``"tiled"``.
+      A named implementation runs, or the call raises when it is compiled; :func:`explain` gives the reason.
 
     Returns:
-        ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that
-        and the weights.
+        ``[batch, q_len, num_heads, head_dim]``, with the dtype of ``query``; with ``return_weights``, the pair of this
+        array and the weights.
 
     Raises:
-        TypeError: If an argument is of the wrong kind (a traced array where a Python value is asked for, say), or
-            dtypes or array libraries are mixed.
+        TypeError: If an argument is of the wrong kind (for example a traced array for a Python value), or dtypes or
+            array libraries are mixed.
         ValueError: If a value or shape is wrong.
-        NotImplementedError: If the implementation asked for cannot run the call.
+        NotImplementedError: If ``implementation`` cannot run the call.
 
     Example:
         A slope of ln 2 halves the weight with each step back:
@@ -91,7 +91,7 @@ def attention(
     """
     for name, array in (("query", query), ("key", key), ("value", value)):
         sizes = getattr(array, "shape", ())[-3:]
-        if not all(isinstance(n, int) for n in sizes):  # which the checks would compare
+        if not all(isinstance(n, int) for n in sizes):  # the checks below would compare symbols
             raise ValueError(
                 f"{name} must have a length, heads and head_dim that are numbers, got {sizes}; only axes of the batch "
                 "may be symbols in jax.export: pad texts to a few lengths, hide the padding by mask, and export each"
@@ -152,5 +152,5 @@ def run(
     return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)
 
 
-# Compiled outside of jax.jit, too: tiles are loops.
+# Compile also outside of the caller's jax.jit: tiles are loops, which run slowly op by op.
 _attend = jax.jit(attend, static_argnums=1)

@@ -1,4 +1,4 @@
-"""A checked call and its tensors as one pytree, which JAX traces, maps and differentiates."""
+"""A checked call and its tensors as one pytree, so that JAX can trace, map and differentiate it."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ jax.tree_util.register_pytree_node(AttentionCall, _flatten, _unflatten)
 
 
 class OtherKeys(NamedTuple):
-    """Keys of a query that are not among the operands. Distances are then counted from the query, not a nearer place.
+    """Marks operands that hold only a part of the keys. Distances then count from the query, without a shift per row.
 
-    The result and log-sum-exps of such operands are of their keys alone; gradients are what these keys add.
+    Result and log-sum-exps cover only the operands' keys; gradients are the contribution of these keys.
     """
 
-    lower: Any = None  # [batch or 1, num_heads, q_len]: lower bounds of the log-sum-exps of all keys; None: unknown
+    lower: Any = None  # [batch or 1, num_heads, q_len]: lower bounds of the log-sum-exps over all keys; None: unknown
 
 
 class Operands(NamedTuple):
-    """What attention computes with. Heads come before tokens."""
+    """The tensors and the call of an attention, heads before tokens."""
 
     query: Any  # [batch, num_heads, q_len, head_dim]
     key: Any  # [batch, num_kv_heads, kv_len, head_dim]
     value: Any  # [batch, num_kv_heads, kv_len, head_dim]
-    call: AttentionCall  # its arrays have one batch axis, of the whole batch, or of length 1 for all entries alike
-    key_norms: Any = None  # [batch or 1, num_kv_heads, blocks]: upper bounds of the norms of each 128 keys, if known
+    call: AttentionCall  # its arrays have one batch axis, of length batch or 1
+    key_norms: Any = None  # [batch or 1, num_kv_heads, blocks]: upper bounds of the norms of each 128 keys; or None
     other_keys: OtherKeys | None = None
 
     def fitted(self) -> Operands:
-        """Return the operands with the call's sizes made those of the tensors, after jax.vmap or jax.shard_map."""
+        """Return the operands with the call's sizes updated from the tensors, after jax.vmap or jax.shard_map."""
         (batch, num_heads), num_kv_heads = self.query.shape[:2], self.key.shape[1]
         call = replace(self.call, batch=(batch,), num_heads=num_heads, num_kv_heads=num_kv_heads)
         return self._replace(call=call)
@@ -67,7 +67,7 @@ def operands_of(call: AttentionCall, query: Any, key: Any, value: Any, key_norms
 
 
 def floating_dtype(name: str, dtype: Any) -> Any:
-    """Return the floating dtype that an argument names, checked."""
+    """Validate an argument that names a floating dtype, and return the dtype."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -76,8 +76,8 @@ def floating_dtype(name: str, dtype: Any) -> Any:
 
 
 def as_slopes(slopes: Any) -> Any:
-    """Return slopes with NumPy arrays made JAX arrays."""
+    """Convert slopes from NumPy to JAX; return other slopes unchanged."""
     if type(slopes) is not np.ndarray or not np.issubdtype(slopes.dtype, np.number):
         return slopes
-    with np.errstate(over="ignore"):  # infinite slopes are refused later
+    with np.errstate(over="ignore"):  # infinite slopes raise later
         return jnp.asarray(slopes)

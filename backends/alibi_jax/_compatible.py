@@ -1,4 +1,4 @@
-"""Names of JAX that are not public or differ by version (seen in 0.10.2 and 0.11), and a bug of XLA worked around."""
+"""Names of JAX that are private or differ between versions (0.10.2 and 0.11), and a work-around for a bug of XLA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 
 def broadcasting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function broadcast arrays of different ranks, also where ``jax_numpy_rank_promotion`` refuses that."""
+    """Let a function broadcast arrays of different ranks, even if ``jax_numpy_rank_promotion`` is set to raise."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -30,17 +30,17 @@ def broadcasting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def materialised(array: jax.Array) -> jax.Array:
-    """Return a floating array times 1, so that XLA does not know it to be a repeated number, and puts it in memory.
+    """Return a floating array times 1, in a way that XLA cannot simplify, so that a broadcast scalar gets memory.
 
-    XLA's compiler for CPUs (jaxlib 0.10.2) hands products and sums to YNNPACK as one fusion. If the right operand of a
-    product is a repeated number (ones, zeros, the gradient of a sum) and the fusion holds a sum or a maximum besides,
-    the operand is one number in memory, with strides of 0, and the library reads beyond it. The smallest such program,
-    which ``tests/jax/test_compiler.py`` runs, returns garbage::
+    Work-around for XLA on CPUs (jaxlib 0.10.2), which hands products and sums to YNNPACK as one fusion. If the right
+    operand of a product is a broadcast scalar (ones, zeros, the gradient of a sum) and the fusion also contains a sum
+    or a maximum, the operand is one number in memory, with strides of 0, and YNNPACK reads beyond it. The smallest such
+    program, which ``tests/jax/test_compiler.py`` runs, returns garbage::
 
         jax.jit(lambda x: (x @ jnp.ones((32, 64))).sum(0))(jnp.ones((64, 32)))
 
-    ``jax.lax.optimization_barrier`` alone is removed before that fusion is made. Here 1 is selected by position, along
-    each axis; no pass of the compiler knows that NaN is never selected. Derivatives are products with the same ones.
+    ``jax.lax.optimization_barrier`` alone is removed before that fusion is made. Here a comparison of indices selects
+    1 everywhere; no compiler pass can prove that NaN is never selected. Derivatives are products with the same ones.
     """
     places = sum(jax.lax.broadcasted_iota(np.int32, array.shape, axis) for axis in range(array.ndim))
     always = places < jax.lax.optimization_barrier(np.int32(np.iinfo(np.int32).max))
@@ -52,16 +52,16 @@ def materialised(array: jax.Array) -> jax.Array:
 
 
 def shaped_as(array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the type of an array that varies over the mesh axes that ``array``, a type itself, varies over.
+    """Return the type ``array`` with another shape and dtype, varying over the same mesh axes.
 
-    Its first axis is sharded as that of ``array``.
+    The first axis is sharded as in ``array``, the others are not.
     """
     spec = jax.sharding.PartitionSpec(array.sharding.spec[0], *(None,) * (len(shape) - 1))
     return array.update(shape=shape, dtype=dtype, sharding=array.sharding.update(spec=spec), weak_type=False)
 
 
 def local(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of a Pallas kernel's result, which has to say that it varies over no axis of ``shard_map``."""
+    """Return the type of a Pallas kernel's result; ``shard_map`` requires its varying axes, and there are none."""
     if "manual_axis_type" in inspect.signature(jax.ShapeDtypeStruct).parameters:  # since JAX 0.10
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.core.ShapedArray((), dtype).manual_axis_type)
     return jax.ShapeDtypeStruct(shape, dtype, vma=frozenset())
@@ -74,7 +74,7 @@ def varying(array: Any) -> frozenset[Any]:
 
 
 def varying_over(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
-    """Return an array that varies over these mesh axes, too, inside ``jax.shard_map``."""
+    """Return the array cast to also vary over these mesh axes, inside ``jax.shard_map``."""
     missing = tuple(sorted(frozenset(axes) - varying(array)))
     if not missing:
         return array
@@ -84,9 +84,9 @@ def varying_over(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
 
 
 def varying_alike(tree: Any) -> Any:
-    """Return arrays that all vary over the mesh axes of ``jax.shard_map`` that any of them varies over.
+    """Cast all arrays to vary over every mesh axis of ``jax.shard_map`` that any of them varies over.
 
-    The derivative of this sums the gradients of arrays that devices share, such as slopes.
+    The transpose of this cast sums the gradients of replicated arrays, such as slopes, over devices.
     """
     axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(tree)))
     return jax.tree.map(lambda array: varying_over(array, axes), tree)
@@ -97,11 +97,11 @@ def varying_alike(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """What a program is compiled for.
+    """The target of a compilation.
 
     Attributes:
         platform: ``"tpu"``, ``"cpu"``, ``"cuda"`` or ``"rocm"``.
-        is_partitioned: Whether XLA divides the program among several devices by itself.
+        is_partitioned: Whether XLA partitions the program among several devices automatically.
     """
 
     platform: str
@@ -109,12 +109,12 @@ class Target:
 
 
 def new_primitive(name: str, run: Callable[..., list[Any]], result_types: Callable[..., list[Any]]) -> Primitive:
-    """Return a primitive that knows its target when it is lowered, as no public function does.
+    """Return a primitive whose implementation gets the compilation target, which no public function of JAX provides.
 
     Args:
-        name: Its name.
-        run: Takes the target, arrays and parameters, and returns arrays.
-        result_types: Takes types and parameters, and returns the types of the results.
+        name: Name of the primitive.
+        run: The implementation: takes the target, arrays and parameters, and returns arrays.
+        result_types: Abstract evaluation: takes types and parameters, and returns the types of the results.
     """
     primitive, run = Primitive(name), broadcasting(run)
     primitive.multiple_results = True
@@ -126,7 +126,7 @@ def new_primitive(name: str, run: Callable[..., list[Any]], result_types: Callab
         else:
             is_partitioned = getattr(axes, "num_devices", 1) > 1
         target = Target(platform or module.platforms[0], is_partitioned)
-        # One device's computation does not depend on how types say that arrays are divided.
+        # Drop shardings from the types: the lowered function is one device's computation.
         plain = {name: [jax.core.ShapedArray(x.shape, x.dtype) for x in getattr(context, name)]
                  for name in ("avals_in", "avals_out")}  # fmt: skip
         function = functools.partial(run, target, **parameters)
@@ -141,7 +141,7 @@ def new_primitive(name: str, run: Callable[..., list[Any]], result_types: Callab
 
 
 def set_rules(primitive: Primitive, *, vmap: Any, jvp: Any, transpose: Any = None) -> None:
-    """Set how a primitive is mapped and differentiated."""
+    """Register the vmap, JVP and transpose rules of a primitive."""
     batching.primitive_batchers[primitive] = vmap
     ad.primitive_jvps[primitive] = jvp
     if transpose is not None:
@@ -149,10 +149,10 @@ def set_rules(primitive: Primitive, *, vmap: Any, jvp: Any, transpose: Any = Non
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent or cotangent is zero without being an array."""
+    """Whether a tangent or cotangent is a symbolic zero."""
     return type(tangent) is ad.Zero
 
 
 def zero(aval: Any) -> Any:
-    """Return a tangent or cotangent of this type that is zero without being an array."""
+    """Return a symbolic zero of this type."""
     return ad.Zero(aval)

@@ -1,4 +1,4 @@
-"""What a call would do, and why."""
+"""``explain``: the implementation that a call would use, and the keys that it needs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def explain(
 ) -> Explanation:
     """Say which implementation a call of :func:`alibi_jax.attention` would use, and which keys its queries need.
 
-    Arguments are those of :func:`alibi_jax.attention`, not traced. Arrays are measured on the host; nothing is attended
-    to. It answers for one device: where XLA divides a program among several by itself, ``"tiled"`` runs.
+    Arguments are those of :func:`alibi_jax.attention`, not traced. Arrays are measured on the host; no attention is
+    computed. The answer is for one device: if XLA partitions a program automatically, ``"tiled"`` runs.
 
     Returns:
         The explanation, its arrays in NumPy.

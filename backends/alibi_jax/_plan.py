@@ -26,21 +26,20 @@ from alibi_core.backend.horizon import (
 )
 from alibi_jax._call import Operands
 
-NORM_BLOCK = 128  # keys that one of Operands.key_norms bounds
+NORM_BLOCK = 128  # Each number of Operands.key_norms bounds the norms of this many keys.
 
 
 class Needed(NamedTuple):
-    """The keys that tiles of queries need: int32 ``[batch, num_heads, tiles]``. None where first == stop."""
+    """The range of keys that each tile of queries needs: int32 ``[batch, num_heads, tiles]``; may be empty."""
 
     first: jax.Array
     stop: jax.Array
 
 
 def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
-    """Return which keys each tile of ``q_tile`` queries needs; the others weigh no more than the tolerance.
+    """Return the range of keys that each tile of ``q_tile`` queries needs; other keys weigh at most the tolerance.
 
-    Memory is linear in the lengths, and nothing is read on the host. Norms are bounded for ``kv_tile`` or more keys
-    together.
+    Memory is linear in the lengths, and the host reads nothing. One bound of norms covers ``kv_tile`` or more keys.
     """
     call, bounds = operands.call, _score_bounds(operands, Tiling(q_block=q_tile, kv_block=kv_tile))
     ranges = key_ranges(call, bounds, call.tolerance)
@@ -51,12 +50,13 @@ def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
         jnp.broadcast_to(getattr(ranges, x), shape)[..., starts // ranges.q_block] for x in FIELDS
     )
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
+    # Positions of the first and last query of each tile.
     lowest = starts + offset
     highest = jnp.minimum(starts + q_tile, call.q_len) - 1 + offset
     # max(first, lowest - past + 1) and min(stop, highest + future), written so that int32 does not overflow.
     first = lowest + jnp.maximum(first - lowest, 1 - past)
     stop = highest + jnp.minimum(stop - highest, future)
-    if call.mask is not None and call.mask.shape[-2] == 1:  # from the first to the last key that is not padding
+    if call.mask is not None and call.mask.shape[-2] == 1:  # narrow to the unmasked keys
         shown = _shown_keys(call)
         some = jnp.any(shown, axis=-1, keepdims=True)
         first = jnp.maximum(first, jnp.where(some, jnp.argmax(shown, axis=-1, keepdims=True), 0).astype(jnp.int32))
@@ -66,7 +66,7 @@ def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
 
 
 def _shown_keys(call: AttentionCall) -> jax.Array:
-    """Return a mask that is the same for all queries, such as padding: ``[batch or 1, heads or 1, kv_len]``."""
+    """Return the visible keys of a mask without a query axis (padding): ``[batch or 1, heads or 1, kv_len]``."""
     return jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))[:, :, 0]
 
 
@@ -75,7 +75,7 @@ def _score_bounds(operands: Operands, how: Tiling) -> ScoreBounds:
     if call.tolerance == 0:  # nothing to measure
         return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call.q_len), kv_block=call.kv_len)
     known = None
-    if operands.key_norms is not None:  # bounds of blocks, joined where there are more blocks than are measured
+    if operands.key_norms is not None:  # merge bounds of neighbouring blocks if the plan uses larger blocks
         block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call.kv_len)
         known = KeyNorms(by_block(jnp, operands.key_norms, block // NORM_BLOCK).max(axis=-1), block)
     measured = measure(call, operands.query, operands.key, how, known)
@@ -85,7 +85,7 @@ def _score_bounds(operands: Operands, how: Tiling) -> ScoreBounds:
 
 
 def _of_centred_scores(operands: Operands, lower: jax.Array, measured: Measured) -> jax.Array:
-    """Return lower bounds of log-sum-exps of scores with centred keys, given those of scores with keys as they are."""
+    """Convert lower bounds of log-sum-exps from scores with the original keys to scores with centred keys."""
     if measured.centre is None:
         return lower
     call = operands.call
@@ -96,14 +96,15 @@ def _of_centred_scores(operands: Operands, lower: jax.Array, measured: Measured)
 
 
 def _nearest_keys(call: AttentionCall) -> jax.Array:
-    """Return the distance of each query's nearest key, in memory linear in the lengths.
+    """Return the distance of each query's nearest visible key, in memory linear in the lengths.
 
-    Where finding it would take more, a query whose own key is hidden counts as far from all keys, and its block needs
-    all keys that it sees.
+    With segments or a full mask, searching would need more memory: a query whose own key is masked then counts as
+    infinitely far from all keys, so its block needs all visible keys.
     """
     is_padding = call.q_segment_ids is None and (call.mask is None or call.mask.shape[-2] == 1)
     if call.sees_own_key or is_padding:
         return nearest_keys(call, part_elements=1)
+    # Check only the key at each query's own position: linear memory.
     queries = call.positions()[0].reshape(-1, 1, call.q_len)  # [batch or 1, 1, q_len]
     own = jnp.clip(queries, 0, call.kv_len - 1)
     visible = queries == own

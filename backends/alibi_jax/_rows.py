@@ -1,8 +1,8 @@
-"""Attention a block of queries at a time: for positions of the caller's own, and for laws other than the linear one.
+"""Attention one block of queries at a time, for the caller's own positions and for laws that are not linear.
 
-No row of distances serves all queries there. A block's bias is made from its own positions, the distances once for all
-heads, and is gone with the block: memory grows with the lengths alone, also with gradients, which compute each block
-once more.
+In these cases the bias is not Toeplitz, so no single row of distances serves all queries. Each block builds its bias
+from its positions (distances are shared by all heads) and frees it afterwards: memory grows linearly with the lengths.
+The backward pass recomputes each block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from alibi_core.backend import AttentionCall, axis_of, dense_attention, join_call, split_call
 
-BIAS_ELEMENTS = 2**21  # of the bias of a block of queries: 8 MiB of float32
+BIAS_ELEMENTS = 2**21  # The bias of one block of queries has about this many elements: 8 MiB of float32.
 
 
 def attention(call: AttentionCall, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -33,6 +33,7 @@ def _by_blocks(
     """Return attention by blocks of ``static.q_len`` queries."""
     rows = static.q_len
     axes = {name: axis_of(name, "queries", array) for name, array in arrays.items()}
+    # Arrays with a query axis are cut into blocks; the others are the same for all blocks.
     cut = {name: _blocks(arrays[name], axis, rows) for name, axis in axes.items() if axis is not None}
     fixed = {name: array for name, array in arrays.items() if axes[name] is None}
 
@@ -40,7 +41,7 @@ def _by_blocks(
     def block(of_queries: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
         query, own = of_queries
         own = {name: jnp.moveaxis(x, 0, axes[name]) for name, x in own.items()}
-        # [batch, num_heads, rows, head_dim], queries first as they were cut
+        # [batch, num_heads, rows, head_dim] becomes [rows, batch, num_heads, head_dim]
         return jnp.moveaxis(dense_attention(join_call(static, fixed | own), query, key, value), 2, 0)
 
     result = jax.lax.map(block, (jnp.moveaxis(_blocks(query, 2, rows), 1, 3), cut))  # [blocks, rows, batch, heads, ...]
@@ -48,7 +49,7 @@ def _by_blocks(
 
 
 def _blocks(array: jax.Array, axis: int, rows: int) -> jax.Array:
-    """Return an array by blocks of queries, ``[blocks, rows, ...]``; the last one is filled up with its last query."""
+    """Return an array as blocks of queries, ``[blocks, rows, ...]``; the last block is padded with the last query."""
     array = jnp.moveaxis(array, axis, 0)
     missing = -array.shape[0] % rows
     array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), mode="edge")

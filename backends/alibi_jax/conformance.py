@@ -53,7 +53,7 @@ def _numpy(array: jax.Array) -> np.ndarray[Any, Any]:
 
 
 def _attention(implementation: str, *tensors: jax.Array, **arguments: Any) -> jax.Array:
-    """Attend as one program: operations by themselves would be compiled for each shape."""
+    """Attend in one compiled program; outside of jax.jit, every operation would be compiled for each shape."""
     static, arrays = _split(arguments)
     result: jax.Array = _program(implementation, static, tensors, arrays)
     return result
@@ -66,7 +66,7 @@ def _gradients(
     wrt: tuple[str, ...],
     weight: jax.Array | float,
 ) -> Sequence[jax.Array]:
-    """Differentiate in one program, forward and backward, in which a weight that is a number is a constant."""
+    """Differentiate in one compiled program; a weight that is a Python number is a constant in it."""
     static, arrays = _split(arguments)
     asked = {name: arrays.pop(name) for name in wrt}
     constant, weight = (None, weight) if isinstance(weight, jax.Array) else (weight, None)
@@ -75,7 +75,7 @@ def _gradients(
 
 
 def _split(arguments: Mapping[str, Any]) -> tuple[Static, dict[str, Any]]:
-    """Return the arguments that a program is compiled for, and those that it is called with."""
+    """Split arguments into static ones (Python numbers and strings) and arrays."""
     static = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float | str)}
     return tuple(sorted(static.items())), {name: x for name, x in arguments.items() if name not in static}
 
@@ -110,7 +110,7 @@ def _decode_step(
 def _step(
     implementation: str, query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Decode as users do, with one program for all steps of the same number of tokens."""
+    """Run a decoding step as users do: one compiled program for all steps with the same number of tokens."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     cache = cache.append(key, value)
     return jnp.swapaxes(cache.attend(query, slopes, implementation=implementation), 1, 2), cache

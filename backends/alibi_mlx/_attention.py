@@ -38,37 +38,38 @@ def attention(
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
-    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``, in memory that grows with the
-    lengths alone, forwards and backwards; no bias of ``q_len * kv_len`` is ever held. Keys that are proved to weigh
-    less than the tolerance together are left out. To prove it, the call evaluates the tensors where there are more
-    than 1,024 keys; ``tolerance=0`` leaves it lazy. Slopes of MLX are evaluated in any case, to be checked; NumPy's or
-    none are not. ``mx.vmap`` makes a longer batch. Under ``mx.compile``
-    nothing can be read, so all visible keys are computed. Lengths decide what that is: ``shapeless=True`` is not for
-    it, and MLX refuses it, but where ``"dense"`` was traced with a single key.
+    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``. Memory is linear in the lengths,
+    forward and backward; no bias of ``q_len * kv_len`` is allocated. Keys are skipped if their norms prove that their
+    weights sum to less than the tolerance. For this proof the call evaluates the tensors if there are more than 1,024
+    keys; with ``tolerance=0`` it stays lazy. Slopes that are MLX arrays are always evaluated, to validate them; NumPy
+    slopes and default slopes are not. ``mx.vmap`` is supported. Under ``mx.compile`` no values can be read, so all
+    visible keys are computed. The program depends on the lengths, so ``shapeless=True`` is not supported; MLX refuses
+    it, except for ``"dense"`` traced with a single key.
 
-    Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that may look
-    nowhere gives zeros.
+    Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that sees no key gives
+    zeros.
 
-    Arguments that are not listed are those of :func:`alibi_core.attention`. ``slopes`` and ``q_offset`` may have the
-    batch axes of ``query``, of which there may be any number.
+    Arguments that are not listed are those of :func:`alibi_core.attention`. ``query`` may have any number of batch
+    axes; ``slopes`` and ``q_offset`` may have them too.
 
-    - ``tolerance``: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
-      * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
-    - ``dropout``: Probability of zeroing a weight, the others being divided by what is left of 1, in every call: give 0
-      where a model is not training. ``"dense"`` alone has it, and ``added_bias`` and ``return_weights``; it is then the
-      default.
-    - ``dropout_key``: Of ``mx.random.key``. Default: MLX's global one.
+    - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
+      max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+    - ``dropout``: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in
+      every call, so pass 0 outside of training. Only ``"dense"`` supports dropout, ``added_bias`` and
+      ``return_weights``; it is then the default.
+    - ``dropout_key``: A key of ``mx.random.key`` for dropout. Default: MLX's global random state.
     - ``implementation``: ``"tiled"`` (blocks of queries against the keys inside their horizons, through MLX's kernel)
-      or ``"dense"`` (whole scores, for comparison, and for float64). The one named runs, or the call raises.
+      or ``"dense"`` (all scores in memory, for comparison, and for float64). A named implementation runs, or the call
+      raises.
 
     Returns:
-        ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that
-        and the weights.
+        ``[batch, num_heads, q_len, head_dim]``, with the dtype of ``query``; with ``return_weights``, the pair of this
+        array and the weights.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
         ValueError: If a value or shape is wrong.
-        NotImplementedError: If the implementation named cannot run the call; the message names those that can.
+        NotImplementedError: If ``implementation`` cannot run the call; the message names implementations that can.
 
     Example:
         >>> query, key, value = mx.random.normal((3, 2, 8, 5, 16))
@@ -102,7 +103,7 @@ def attention(
         xp=mx,
     )
     if call.dense_only is not None:
-        choose(call, chosen)  # raises, if another was named
+        choose(call, chosen)  # raises if another implementation is named
         return dense_attention(call, query, key, value, drop=lambda weights: _dropped(weights, dropout, dropout_key))
     return run(call, query, key, value, chosen, None)
 
@@ -120,9 +121,9 @@ def run(
     implementation: str | None,
     norms: _plan.Norms | None,
 ) -> mx.array:
-    """Compute a checked call by the implementation named, or by the one that suits it.
+    """Compute a checked call by ``implementation``, or by default the first that can run it.
 
-    Without ``norms`` all keys are read once to measure them.
+    Without ``norms``, all keys are read once to measure their norms.
     """
     if call.is_empty or choose(call, implementation) == "dense":
         return dense_attention(call, query, key, value)
@@ -132,7 +133,7 @@ def run(
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
 
     def plan(call: AttentionCall, *tensors: mx.array) -> list[Job]:
-        # The norms are of these keys: of a longer batch, which mx.vmap makes, they are measured.
+        # `norms` belong to these keys only; the longer batch of mx.vmap is measured again.
         return _plan.jobs(call, *tensors, norms if call.batch == flat.batch else None)
 
     return attend(flat, *tensors, plan).reshape(query.shape)

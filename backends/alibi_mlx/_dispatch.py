@@ -1,7 +1,7 @@
-"""Which implementation runs a call, and attention and its gradients as functions that MLX's transformations know.
+"""The choice of an implementation, and the rules by which MLX transforms attention and its gradients.
 
-What computes attention, or its gradients, takes a call with one batch axis. Here it becomes a custom function of all
-arrays concerned, of which ``mx.vmap`` makes a longer batch, so that nothing below has to know how to be mapped.
+The kernels take a call with one batch axis. Here they become custom functions of all arrays involved. Their vmap rule
+merges the mapped axis into the batch, so the kernels need no vmap rules.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IMPLEMENTATIONS = ("tiled", "dense")
 
 
 def choose(call: AttentionCall, implementation: str | None) -> str:
-    """Return the implementation that runs a call: the one named, or else the first that can.
+    """Return the implementation that runs a call: ``implementation``, or by default the first that can.
 
     Raises:
-        NotImplementedError: If the one named cannot run the call.
+        NotImplementedError: If ``implementation`` cannot run the call.
     """
     if implementation is None:
         return next(name for name in IMPLEMENTATIONS if refusal(name, call) is None)
@@ -34,7 +34,7 @@ def choose(call: AttentionCall, implementation: str | None) -> str:
 
 
 def refusal(name: str, call: AttentionCall) -> str | None:
-    """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
+    """Return why an implementation cannot run a call, as the predicate of a sentence about it; None if it can."""
     if name == "dense":
         return None
     if call.dense_only is not None:
@@ -49,12 +49,12 @@ Plan = Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
 
 
 def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, plan: Plan) -> mx.array:
-    """Return the attention of a call with one batch axis, differentiable in memory that grows with the lengths alone.
+    """Return the attention of a call with one batch axis, with gradients in memory linear in the lengths.
 
-    Nothing is kept for the backward pass but the arguments: scores are computed anew.
+    Only the arguments are saved for the backward pass, which recomputes the scores.
     """
     operands = call.arrays
-    planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
+    planned: dict[tuple[int, ...], list[Job]] = {}  # jobs by batch shape, shared by forward and backward pass
 
     def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
         if call.batch not in planned:
@@ -69,6 +69,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 
     @function.jvp
     def push_forward(primals: Any, tangents: Any) -> mx.array:
+        # Inputs without a tangent get zeros.
         filled = [mx.zeros_like(x) if dx is None else dx for x, dx in zip(primals, tangents, strict=True)]
         return mx.jvp(of_arrays, primals, filled)[1][0]
 
@@ -94,7 +95,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 def _gradients(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
 ) -> tuple[mx.array, ...]:
-    """Return the gradients by query, key, value, and by the slopes of each batch entry, past and future."""
+    """Return the gradients of query, key, value, and of past and future slopes per batch entry."""
     operands = call.arrays
 
     @mx.custom_function
@@ -112,14 +113,14 @@ def _gradients(
 
 
 def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
-    """Return gradients of each batch entry, ``[batch, num_heads]``, summed if the entries share what they are of."""
+    """Return gradients ``[batch, num_heads]`` in the shape of the slopes: summed if the entries share them."""
     return by_entry if by_entry.shape == shape else mx.sum(by_entry, axis=0).reshape(shape)
 
 
 def _as_longer_batch(
     call: AttentionCall, operands: Any, axes: Any, count: int
 ) -> tuple[int, AttentionCall, list[mx.array]]:
-    """Return how many were mapped, and the call and the first ``count`` operands with that axis part of the batch."""
+    """Return the mapped size, and the call and first ``count`` operands with the mapped axis merged into the batch."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     tensors = []
     for x, axis in zip(operands[:count], axes[:count], strict=True):
@@ -129,7 +130,7 @@ def _as_longer_batch(
     for name, x, axis in zip(call.arrays, operands[count:], axes[count:], strict=True):
         if axis is not None:
             x = mx.moveaxis(x, axis, 0)
-            missing = 2 + ARRAY_AXES[name] - x.ndim  # axes that are the same for all of the batch
+            missing = 2 + ARRAY_AXES[name] - x.ndim  # batch and leading axes that the array lacks; they broadcast
             x = x.reshape(size, *[1] * missing, *x.shape[1:])
         arrays[name] = x
     return size, replace(call, batch=(size, *call.batch), **arrays).with_one_batch_axis(), tensors

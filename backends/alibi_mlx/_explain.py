@@ -1,4 +1,4 @@
-"""What a call would do, and why."""
+"""``explain``: the implementation that a call would use, and the keys that it needs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def explain(
 ) -> Explanation:
     """Say which implementation a call of :func:`alibi_mlx.attention` would use, and which keys its queries need.
 
-    The arrays are evaluated and measured on the host, also where the call would not measure them; nothing is attended
-    to. The arguments are those of :func:`alibi_mlx.attention`; the arrays of the explanation are NumPy's.
+    The arrays are evaluated and measured on the host, even if the call would not measure them. No attention is
+    computed. The arguments are those of :func:`alibi_mlx.attention`; the arrays of the explanation are NumPy arrays.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.

@@ -1,7 +1,7 @@
 """Tiles of attention and their gradients, by MLX's own operations.
 
-Going forward each tile is one call of ``mx.fast.scaled_dot_product_attention``. A tile holds all keys that its queries
-need, so that the backward pass computes its softmax anew, and nothing is kept between the two.
+In the forward pass each tile is one call of ``mx.fast.scaled_dot_product_attention``. A tile has all keys that its
+queries need, so the backward pass can recompute its softmax, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from alibi_core.backend.horizon import Job
 from alibi_mlx._biases import Biases
 from alibi_mlx._plan import tiling
 
-COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
+COPIED_FOR = 8  # From this many queries on, keys are copied into the layout that is fastest for the product.
 
 
 def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Iterable[Job]) -> mx.array:
-    """Return the result of the jobs that make up a call with one batch axis, of the shape and dtype of ``query``."""
+    """Return the result of a call with one batch axis, with the shape and dtype of ``query``, from its jobs."""
     result = mx.zeros(query.shape, query.dtype)
     biases = Biases(call)
     before: list[mx.array] = []
@@ -30,17 +30,18 @@ def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array
         bias, attends = biases.of(job)
         for part in _parts(job, call.head_dim):
             tensors = (queries_of(query, part), keys_of(key, part, call), keys_of(value, part, call))
-            # MLX rounds the bias to the dtype of the tensors, which must therefore be float32.
+            # MLX rounds the bias to the dtype of the tensors, so cast them to float32.
             wide = [_float32(x) for x in tensors]
             wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
             out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=bias)
-            if attends is not None:
+            if attends is not None:  # fully masked queries give zeros
                 out = mx.where(attends, out, 0.0)
             out = out.astype(query.dtype)
-            if out.shape == query.shape and part.tiles == 1:  # one tile is all there is
+            if out.shape == query.shape and part.tiles == 1:  # a single tile covers the call
                 return out
             if not before:
-                # MLX before 0.32.2 crashes where mx.jvp meets an assignment of whose two sides one varies: let both.
+                # Work-around: MLX before 0.32.2 crashes in mx.jvp at an assignment if only one of the two sides has a
+                # tangent. Make `result` depend on `out`, so that both have one.
                 result = _after(result, [out])
             put_queries(result, part, out)
             before = [out]
@@ -53,13 +54,13 @@ def backward(
     grad: mx.array,
     jobs: Iterable[Job],
 ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-    """Return the gradients of ``sum(attention * grad)`` by query, key, value, slopes and future slopes.
+    """Return the gradients of ``sum(attention * grad)`` for query, key, value, slopes and future slopes.
 
-    Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each.
+    The gradients of slopes are ``[batch, num_heads]``, for keys before and for keys after the query.
     """
     query, key, value = tensors
     by_query = mx.zeros(query.shape, query.dtype)
-    by_key, by_value = mx.zeros(key.shape), mx.zeros(value.shape)  # float32, until they are complete
+    by_key, by_value = mx.zeros(key.shape), mx.zeros(value.shape)  # float32 sums, cast at the end
     by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
     biases = Biases(call)
     before: list[mx.array] = []
@@ -69,16 +70,17 @@ def backward(
         for part in _parts(job, 2 * call.head_dim):
             queries, grads = (_float32(queries_of(x, part)) for x in (query, grad))
             keys, values = (_float32(keys_of(x, part, call)) for x in (key, value))
-            if attends is not None:
+            if attends is not None:  # results that were set to zero pass no gradient
                 grads = mx.where(attends, grads, 0.0)
             queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
             # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped
             weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + bias)
             by_weight = grads @ for_scores(values, part).swapaxes(-1, -2)
-            # Not from the result: it was rounded to the dtype of the tensors, which slopes' gradients do not forgive.
+            # Recompute the mean rather than take it from the result, whose rounding would spoil the slopes' gradients.
             mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
             by_score = weights * (by_weight - mean)
-            # A row's sum to 0; what rounding leaves is multiplied by what keys, or distances, have in common.
+            # In exact arithmetic a row's score gradients sum to 0. Remove the rounding error of the sum: a common part
+            # of keys or distances would multiply it.
             by_score = by_score - weights * mx.sum(by_score, axis=-1, keepdims=True)
             by_queries = ((by_score @ keys) * call.scale).astype(query.dtype)
             put_queries(by_query, part, by_queries)
@@ -96,19 +98,19 @@ def backward(
 
 
 def _softmax(scores: mx.array) -> mx.array:
-    """Return the softmax along the last axis, of float32."""
-    if mx.default_device().type == mx.gpu:
+    """Return the softmax of float32 scores along the last axis."""
+    if mx.default_device().type == mx.gpu:  # one fused kernel there
         return mx.softmax(scores, axis=-1)
-    # On the CPU MLX's power takes a third of the time of its exponential.
+    # On the CPU, MLX's power is three times as fast as its exponential.
     weights = mx.power(2.0, (scores - mx.max(scores, axis=-1, keepdims=True)) * math.log2(math.e))
     return weights / mx.sum(weights, axis=-1, keepdims=True)
 
 
 def _after(array: mx.array, before: list[mx.array]) -> mx.array:
-    """Return ``array``, to be computed once all that is ``before`` has been.
+    """Return ``array`` with a dependency on all arrays in ``before``.
 
-    Left to its own order, MLX might compute the scores of all tiles first, and hold them all. (``mx.depends`` does the
-    same, but ``mx.vmap`` does not know it.)
+    Without it, MLX might compute the scores of all tiles first and hold all of them in memory. (``mx.depends`` does the
+    same, but has no vmap rule.)
     """
     return _first(array, *before) if before else array
 
@@ -122,13 +124,13 @@ def _first(array: mx.array, *others: mx.array) -> mx.array:
 def _(operands: Any, axes: Any) -> Any:
     if axes[0] is not None:
         return operands[0], axes[0]
-    # MLX unflattens along the wrong axis what is said not to be mapped.
+    # Work-around: if the result is declared not mapped, MLX unflattens it along the wrong axis. Broadcast it instead.
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     return mx.broadcast_to(operands[0], (size, *operands[0].shape)), 0
 
 
 def _parts(job: Job, head_dim: int) -> Iterator[Job]:
-    """Yield a job as jobs of so few tiles that what is computed of them stays small."""
+    """Yield the job in chunks of tiles, so that temporaries stay small."""
     heads = job.heads.stop - job.heads.start
     elements = heads * max(job.rows * job.kv_len, (job.rows + job.kv_len) * head_dim)
     step = max(1, tiling().kernel_elements // elements)
@@ -145,7 +147,7 @@ def _float32(array: mx.array) -> mx.array:
     return array.astype(mx.float32)
 
 
-# --- Pieces of tensors --------------------------------------------------------------------------------------------
+# --- Slices of tensors --------------------------------------------------------------------------------------------
 
 
 def queries_of(tensor: mx.array, job: Job) -> mx.array:
@@ -153,17 +155,18 @@ def queries_of(tensor: mx.array, job: Job) -> mx.array:
     if job.tiles == 1:
         return _cut(tensor, job.batch, job.heads, job.queries)
     stretch = tensor[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows]
+    # [1, heads, tiles * rows, head_dim] -> [tiles, heads, rows, head_dim]
     return mx.squeeze(mx.unflatten(stretch, 2, (job.tiles, job.rows)), axis=0).swapaxes(0, 1)
 
 
 def _cut(tensor: mx.array, batch: slice, heads: slice, tokens: slice) -> mx.array:
-    """Return a part of a tensor; where that is all of it, without an operation."""
+    """Return a slice of a tensor, or the tensor itself if the slice is all of it."""
     sizes = batch.stop - batch.start, heads.stop - heads.start, tokens.stop - tokens.start
     return tensor if sizes == tensor.shape[:3] else tensor[batch, heads, tokens]
 
 
 def put_queries(tensor: mx.array, job: Job, values: mx.array) -> None:
-    """Put what is shaped like a job's queries in their place in ``tensor``."""
+    """Write ``values``, shaped as a job's queries, to the job's rows of ``tensor``."""
     if job.tiles > 1:  # [tiles, heads, rows, head_dim] -> [1, heads, tiles * rows, head_dim]
         values = values.swapaxes(0, 1).reshape(1, values.shape[1], job.tiles * job.rows, -1)
     tensor[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows] = values
@@ -182,14 +185,15 @@ def keys_of(tensor: mx.array, job: Job, call: AttentionCall) -> mx.array:
         return _cut(tensor, job.batch, heads, job.keys)
     stretch = mx.contiguous(tensor[job.batch, heads, job.kv_start : _kv_stop(job)])
     _, count, length, head_dim = stretch.shape
+    # Overlapping views: tile i begins i * rows tokens later.
     strides = (job.rows * head_dim, length * head_dim, head_dim, 1)
     return mx.as_strided(stretch, (job.tiles, count, job.kv_len, head_dim), strides)
 
 
 def for_scores(keys: mx.array, job: Job) -> mx.array:
-    """Return the same keys, laid out as the product with a job's queries is fastest.
+    """Return the keys in the memory layout that is fastest for the product with a job's queries.
 
-    On the CPU that is one feature after the other: MLX's BLAS takes a third longer for a transposed factor.
+    On the CPU this is feature-major: MLX's BLAS takes a third longer for a transposed factor.
     """
     if mx.default_device().type == mx.gpu or job.rows < COPIED_FOR:
         return keys
@@ -197,14 +201,14 @@ def for_scores(keys: mx.array, job: Job) -> mx.array:
 
 
 def _kv_stop(job: Job) -> int:
-    """Return the key after the last one of the last tile."""
+    """Return the end of the last tile's keys."""
     return job.kv_start + (job.tiles - 1) * job.rows + job.kv_len
 
 
 def _add_keys(total: mx.array, job: Job, call: AttentionCall, addend: mx.array) -> mx.array:
-    """Add ``[batch entries or tiles, heads, kv_len, head_dim]`` to the keys' gradient, and return their new one."""
+    """Add ``[batch entries or tiles, heads, kv_len, head_dim]`` to the key gradient, and return the updated slice."""
     heads = kv_heads_of(job, call)
-    if addend.shape[1] > heads.stop - heads.start:  # these heads share their keys
+    if addend.shape[1] > heads.stop - heads.start:  # the job's heads share one key/value head
         addend = mx.sum(addend, axis=1, keepdims=True)
     if job.tiles > 1:
         addend = _overlapped(addend, job)
@@ -214,10 +218,10 @@ def _add_keys(total: mx.array, job: Job, call: AttentionCall, addend: mx.array) 
 
 
 def _overlapped(addend: mx.array, job: Job) -> mx.array:
-    """Return the sum of tiles' keys, ``[tiles, heads, kv_len, head_dim]``, each ``rows`` after the one before it."""
+    """Sum overlapping tiles ``[tiles, heads, kv_len, head_dim]``, tile i shifted by ``i * rows``, to one tensor."""
     tiles, heads, length, head_dim = addend.shape
     whole = mx.zeros((1, heads, (tiles - 1) * job.rows + length, head_dim))
-    for start in range(0, length, job.rows):  # the keys at one place in all tiles do not overlap
+    for start in range(0, length, job.rows):  # slices of `rows` keys at the same place in all tiles do not overlap
         count = min(job.rows, length - start)
         part = addend[:, :, start : start + count]  # [tiles, heads, count, head_dim]
         if count < job.rows:
@@ -229,9 +233,10 @@ def _overlapped(addend: mx.array, job: Job) -> mx.array:
 
 
 def _add_by_head(total: mx.array, job: Job, products: mx.array) -> mx.array:
-    """Add a job's part of the gradient by slopes, minus distance times the gradient by each score, and return the sum.
+    """Add a job's gradient of slopes, ``-sum(distance * score gradient)``, and return the updated slice.
 
-    Were the sums of no use but to each other, ``mx.compile`` would make kernels of as many of them as there are jobs.
+    The returned slice becomes a dependency of the next job. Without it, ``mx.compile`` would fuse the chain of sums and
+    compile a kernel for each number of jobs.
     """
     by_head = mx.sum(products, axis=(-2, -1))  # [batch entries or tiles, heads]
     if job.tiles > 1:

@@ -1,7 +1,7 @@
-"""Which keys the queries need, from what is measured of them, and so which rectangles of scores to compute.
+"""The plan of a call: the rectangles of scores to compute, from measured norms of queries and keys.
 
-Arrays are measured in MLX; the few numbers that come of it are read, and the plan is made of them in NumPy. Where
-nothing can be read, under ``mx.compile``, shapes alone decide: then no horizon is known.
+MLX measures the arrays; the few resulting numbers are read, and NumPy makes the plan. Under ``mx.compile`` values
+cannot be read, so the plan follows from shapes alone, without horizons.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from alibi_core.backend.horizon import (
 )
 from alibi_core.backend.horizon import norm_bounds as bounds_of
 
-# Numbers in the keys of one batch entry, times those of a short call; measured on a CPU.
+# Below this many elements of keys per batch entry and per `short` key, few queries read all keys without a plan.
+# Measured on a CPU.
 SOON_READ = 2**11
-SOON_MEASURED = 2**14  # where the keys must first be read for their norms
+SOON_MEASURED = 2**14  # The same if norms are not cached, so that all keys must be read to measure them.
 
 Norms = Callable[[], KeyNorms]  # measures the keys that a cache has not measured yet
 
 
 def norm_bounds(keys: mx.array) -> mx.array:
-    """Return the core's bounds of norms, ``[...]`` float32 of keys ``[..., head_dim]``. Gradients do not pass."""
+    """Return upper bounds of the norms of ``[..., head_dim]``, ``[...]`` float32, without gradients."""
     return bounds_of(mx.stop_gradient(keys).astype(mx.float32))
 
 
-# On the CPU scores are dear, a call is not. A GPU, Metal's or CUDA's, wants large tiles; no GPU has been measured.
+# On the CPU, scores are expensive and calls are cheap. GPUs (Metal, CUDA) need large tiles; their sizes are guesses.
 MEASURED = {"kv_block": 64, "part_elements": 2**20, "worthwhile": 20, "norm_bounds": norm_bounds}
 TILINGS = {
     mx.cpu: Tiling(
@@ -52,21 +53,22 @@ TILINGS = {
 
 
 def tiling() -> Tiling:
-    """Return how calls are cut up here and now: as suits MLX's default device."""
+    """Return the block sizes in use: the table's for MLX's default device, unless ``tiled_as`` overrides them."""
     return current_tiling(TILINGS[mx.default_device().type])
 
 
 def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, norms: Norms | None) -> list[Job]:
     """Return the jobs that make up ``call``; query, key and value are ``[batch, heads, length, head_dim]``.
 
-    Values are not measured. But where they cannot be read they are mapped, and mx.vmap does not know the views by which
-    tiles overlap.
+    ``value`` is not measured, but must be readable for a plan with tiles: if it is not, it may be mapped, and the
+    overlapping views of tiles (``mx.as_strided``) have no vmap rule.
     """
     sizes, tolerance = tiling(), tolerance_of(call)
     is_plain = call.kv_len <= sizes.short or tolerance == 0 or _is_soon_read(call, norms is not None)
     host = None if is_plain else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))
+    # Measure, or read the cache's norms, only now that they are needed.
     known, found = None if norms is None else norms(), []
     for index in range(host.batch[0]):
         entry, one = entry_of(host, index), slice(index, index + 1)
@@ -76,16 +78,16 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
 
 
 def _is_soon_read(call: AttentionCall, has_norms: bool) -> bool:
-    """Whether a few queries may as well read all keys: finding out which they need takes longer."""
+    """Whether few queries should read all keys, because measuring takes longer."""
     most = SOON_READ if has_norms else SOON_MEASURED
     return call.q_len <= tiling().few and call.num_kv_heads * call.kv_len * call.head_dim < most * tiling().short
 
 
 def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:
-    """Return a call with its arrays in NumPy; None under ``mx.compile`` or ``mx.vmap``, where arrays have no value.
+    """Return a call with its arrays in NumPy; None under ``mx.compile`` or ``mx.vmap``, where arrays have no values.
 
     Raises:
-        ValueError: If an array, or one of the tensors, is still to be computed by another thread.
+        ValueError: If an array or tensor is lazy and belongs to a stream of another thread.
     """
     for name, array in (tensors | call.arrays).items():
         try:

@@ -1,8 +1,8 @@
-"""Attention a block of queries at a time: for positions of the caller's own, and for laws other than the linear one.
+"""Attention one block of queries at a time, for the caller's own positions and for laws that are not linear.
 
-No row of distances serves all queries there. A block's bias is made from its own positions, the distances once for all
-heads, and is gone with the block. Gradients compute each block once more; MLX allocates ahead of its kernels, so that
-they may hold the biases of all blocks (measured on a CPU with mlx 0.32).
+In these cases the bias is not Toeplitz, so no single row of distances serves all queries. Each block builds its bias
+from its positions (distances are shared by all heads) and frees it afterwards. The backward pass recomputes each block;
+MLX allocates ahead of its kernels there, so that it may hold the biases of all blocks (mlx 0.32, on a CPU).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from alibi_core.backend import AttentionCall, join_call, split_call
 
-BIAS_ELEMENTS = 2**21  # of the bias of a block of queries: 8 MiB of float32
+BIAS_ELEMENTS = 2**21  # The bias of one block of queries has about this many elements: 8 MiB of float32.
 RATES = ("slopes", "future_slopes")
 
 
@@ -36,7 +36,7 @@ def attention(call: AttentionCall, query: mx.array, key: mx.array, value: mx.arr
 
 
 def _block(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array) -> mx.array:
-    """Return the attention of a block of queries, which its gradients compute once more."""
+    """Return the attention of a block of queries; ``mx.checkpoint`` recomputes it in the backward pass."""
     names = [name for name in RATES if getattr(call, name) is not None]
 
     def compute(query: mx.array, key: mx.array, value: mx.array, *rates: mx.array) -> mx.array:

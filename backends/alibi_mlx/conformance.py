@@ -19,7 +19,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def adapters() -> list[BackendAdapter]:
-    """Return an adapter for each implementation that has a result to rounding, and each dtype.
+    """Return an adapter for each implementation and each dtype.
 
     Example:
         >>> sorted({adapter.name for adapter in adapters()})
@@ -51,7 +51,7 @@ def _gradients(
     function: Callable[..., mx.array], arguments: Mapping[str, Any], wrt: tuple[str, ...], weight: mx.array | float
 ) -> Sequence[mx.array]:
     query = arguments["query"]
-    if not isinstance(weight, mx.array):  # without memory of its own, as the gradient of a sum is
+    if not isinstance(weight, mx.array):  # broadcast, like the gradient of a sum
         weight = mx.broadcast_to(mx.array(weight, query.dtype), query.shape)
 
     def result(*asked: mx.array) -> list[mx.array]:

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module that needs more than PyTorch when it is asked for."""
+    """Import submodules with extra dependencies on first access."""
     if name in ("transformers", "sentence_transformers"):
         return importlib.import_module(f"alibi_torch.{name}")
     raise AttributeError(f"module 'alibi_torch' has no attribute {name!r}")

@@ -48,56 +48,57 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ALiBi attention, ``softmax(scale * query @ key.mT - slopes * distance) @ value``, over visible keys.
 
-    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``; in forward mode by ``"dense"``
-    alone. Bias and softmax are float32 (float64 for float64 inputs), also under autocast. A query that may look nowhere
-    gives zeros.
+    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``; forward mode needs ``"dense"``.
+    Bias and softmax are float32 (float64 for float64 inputs), also under autocast. A query that sees no key gives
+    zeros.
 
-    Keys that are proved, from the norms of queries and keys, to weigh no more than ``tolerance`` together are not
-    computed: the further a sequence reaches beyond the heads' horizons, the larger their share.
+    Keys are skipped if the norms of queries and keys prove that their weights sum to at most ``tolerance``. The longer
+    a sequence is, compared with the heads' horizons, the larger the share of skipped keys.
 
     Args:
         query: ``[batch, num_heads, q_len, head_dim]``, floating. Any number of batch axes, none included.
         key: ``[batch, num_kv_heads, kv_len, head_dim]``; ``num_kv_heads`` divides ``num_heads``, and query head ``h``
             reads key/value head ``h // (num_heads // num_kv_heads)``.
-        value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; NumPy's serve any library. Default: the
-            canonical slopes, as many of which an int stands for.
+        value: A tensor with the shape of ``key``.
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; a NumPy array is accepted too. An int stands
+            for that many canonical slopes. Default: the canonical slopes.
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query. Default ``slopes`` (symmetric).
         q_offset: Position of the first query, in tokens; an int or a ``[batch]`` integer tensor. Default
             ``kv_len - q_len``.
         segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``: of
-            ``[batch, kv_len]``, ``mask[:, None, None, :]``.
-        positions: Positions of the caller's own, in place of ``q_offset`` and ``window_size``: ``[batch, length]`` on a
-            line or ``[batch, length, dims]`` in space, integer or floating, NaN for a token without a position; one for
-            queries and keys alike, or a pair. They have no gradients.
-        distance: Between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``.
-        law: How the penalty grows with the distance d: ``"linear"``; ``"log"``, ``log(1 + d)``; ``"sqrt"``.
+        window_size: Mask keys farther away than this many tokens: with 4, a query sees 5 keys, including its own.
+        mask: Booleans, True where a query sees a key, that broadcast to ``[batch, num_heads, q_len, kv_len]``. Pass a
+            padding mask ``[batch, kv_len]`` as ``mask[:, None, None, :]``.
+        positions: The caller's own positions, in place of ``q_offset`` and ``window_size``: ``[batch, length]`` on a
+            line or ``[batch, length, dims]`` in space, integer or floating, NaN for a token without a position; one
+            tensor for queries and keys, or a pair. They have no gradients.
+        distance: The metric between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``.
+        law: The penalty as a function of the distance d: ``"linear"``, d; ``"log"``, ``log(1 + d)``; ``"sqrt"``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
-            * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
-        max_key_norm: What no key's norm exceeds, as the caller vouches: a number, or a ``[batch, num_kv_heads]``
-            tensor. It saves reading all keys to find out, which a few queries may not be worth.
-        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them; -inf
-            hides a key. ``"dense"`` alone takes it, as the next two arguments, and is then the default.
-        dropout: Probability of zeroing a weight, the others being divided by what is left of 1. It happens in each
-            call: give 0 where a model is not training. PyTorch's global generator draws.
-        return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        tolerance: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
+            max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+        max_key_norm: An upper bound of the norms of all keys, which is trusted: a number, or a ``[batch,
+            num_kv_heads]`` tensor. With it the call need not read all keys to measure them, which can take longer than
+            it saves when there are few queries.
+        added_bias: Floating numbers, with the axes of ``mask``, that are added to the scaled scores beside ALiBi's
+            bias; -inf hides a key. Only ``"dense"`` supports this argument and the next two; it is then the default.
+        dropout: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in every
+            call, so pass 0 outside of training. Random numbers come from PyTorch's global generator.
+        return_weights: Return a pair: the result, and the applied weights, ``[batch, num_heads, q_len, kv_len]``.
+        allow_negative_slopes: Accept negative slopes, which reward distance.
         implementation: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
-            (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (whole scores, for comparison).
-            The one named runs, or the call raises. Default: what :func:`explain` says.
+            (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (all scores in memory, for
+            comparison). A named implementation runs, or the call raises. Default: see :func:`explain`.
 
     Returns:
-        ``[batch, num_heads, q_len, head_dim]``, of the dtype and on the device of ``query``; with ``return_weights``,
-        the pair of that and the weights.
+        ``[batch, num_heads, q_len, head_dim]``, with the dtype and device of ``query``; with ``return_weights``, the
+        pair of this tensor and the weights.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
         ValueError: If a value, shape or device is wrong.
-        NotImplementedError: If the implementation named cannot run the call; the message names those that can.
+        NotImplementedError: If ``implementation`` cannot run the call; the message names implementations that can.
 
     Example:
         >>> query, key, value = torch.randn(3, 2, 8, 5, 16).unbind()
@@ -153,9 +154,9 @@ def checked(
     used: int | None = None,
     **arguments: Any,
 ) -> AttentionCall:
-    """Return ``AttentionCall.check`` of these arguments; what follows from sizes and numbers alone is checked once.
+    """Return ``AttentionCall.check`` of these arguments; checks of shapes and plain numbers are cached.
 
-    Of the keys the first ``used`` count, if that is given, the last of which is at the last query's position.
+    If ``used`` is given, only the first ``used`` keys count; the last of them is at the last query's position.
     """
     tensors = query, key, value
     arrays = tensors if slopes is None else (*tensors, slopes)
@@ -163,6 +164,7 @@ def checked(
     is_plain = is_plain and not any(_is_special(x, query.device) for x in arrays)
     if slopes is not None:
         is_plain = is_plain and slopes.is_floating_point() and query.ndim > 2 and slopes.shape == query.shape[-3:-2]
+    # The cached path below needs plain tensors and Python numbers; everything else is validated in full.
     if not is_plain:
         key, value = (x if used is None else x[:, :, :used] for x in (key, value))
         return AttentionCall.check(query, key, value, slopes, **arguments, xp=xp)
@@ -171,13 +173,14 @@ def checked(
     call = _of_sizes(query.device, names, *sizes, *arguments.values())
     changed: dict[str, Any] = {} if used is None else {"kv_len": used, "q_offset": used - call.q_len}
     if slopes is not None:
+        # Cheap test for the common case of slopes in [0, 1]; otherwise the full check, which raises.
         if slopes.requires_grad or not slopes.is_cpu or not all(0 <= x <= 1 for x in slopes.flatten().tolist()):
             may_be_negative = arguments.get("allow_negative_slopes", False)
             checks.slopes_values("slopes", slopes, working=call.working_dtype, allow_negative=may_be_negative)
         changed["slopes"] = slopes.to(call.working_dtype)
     if changed:
         same, call = vars(call), object.__new__(AttentionCall)
-        vars(call).update(same | changed)  # dataclasses.replace takes as long as a tenth of a decoding step
+        vars(call).update(same | changed)  # dataclasses.replace would take a tenth of a decoding step
     return call
 
 
@@ -187,9 +190,9 @@ def _is_special(tensor: Tensor, device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=256, typed=True)
 def _of_sizes(device: torch.device, names: tuple[str, ...], *sizes: Any) -> AttentionCall:
-    """Return the checked call of tensors of these shapes and dtypes, and of further arguments of these names."""
+    """Return the checked call for shapes and dtypes, ``sizes[:6]``, and values of the arguments ``names``, the rest."""
     rules = dict(zip(names, sizes[6:], strict=True))
-    with torch.inference_mode(False), torch.no_grad():  # a differentiated call may take the same slopes
+    with torch.inference_mode(False), torch.no_grad():  # calls with gradients share these slopes
         tensors = [torch.empty(sizes[i], dtype=sizes[i + 1], device="meta") for i in (0, 2, 4)]
         call = AttentionCall.check(*tensors, **rules, xp=xp)
         slopes = canonical(call.num_heads, xp=xp, dtype=call.working_dtype, device=device)
@@ -204,11 +207,11 @@ def run(
     implementation: str | None,
     norms: KeyNorms | None,
 ) -> Tensor:
-    """Compute a checked call by the implementation named, or by the one that suits it."""
-    if call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
+    """Compute a checked call by ``implementation``, or by default the first that can run it."""
+    if call.is_empty:  # no elements, but the result stays connected to the autograd graph
         return dense_attention(call, query, key, value)
     implementation = choose(call, query, key, value, implementation)
-    # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
+    # Autocast would round the bias to low precision. The inputs have been cast already.
     with no_autocast(query.device.type):
         if implementation == "tiled" and not call.is_toeplitz:
             return _rows.attention(call, query, key, value)
@@ -224,7 +227,7 @@ def run(
 
 
 def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:
-    """Return what the caller vouches for, checked, in the form that a plan takes."""
+    """Validate ``max_key_norm`` and return it as :class:`KeyNorms`: one block of keys."""
     if isinstance(max_key_norm, Tensor):
         shape, known = tuple(max_key_norm.shape), (*call.batch, call.num_kv_heads)
         if shape != known or not max_key_norm.is_floating_point():

@@ -1,4 +1,4 @@
-"""Derivatives of derivatives: of attention spelled out, in memory for all scores, whatever gave the gradients."""
+"""Second derivatives, computed from dense attention (memory for all scores), whichever implementation ran."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATES = ("slopes", "future_slopes")
 
 
 def dense_reference(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *rates: Tensor) -> Tensor:
-    """Return attention spelled out, in the working dtype, of these slopes and future slopes, where any are given."""
+    """Return dense attention in the working dtype; ``rates`` (slopes, future slopes) replace those of the call."""
     call = replace(call, dtype=call.working_dtype, **dict(zip(RATES, rates, strict=False)))
     return dense_attention(call, query, key, value, softmax=partial(torch.softmax, dim=-1))
 
@@ -26,9 +26,9 @@ def pulled_back(function: Callable[..., Any], primals: Sequence[Tensor], cotange
     """Return the gradients of ``sum(function(*primals) * cotangents)``, differentiable where autograd records."""
     if in_transform():
         return torch.func.vjp(function, *primals)[1](cotangents)
-    # Elsewhere not by torch.func, which refuses to run where a context packs what autograd saves.
+    # torch.func.vjp raises under saved_tensors_hooks, so use torch.autograd outside transforms.
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        own = [x.view_as(x).requires_grad_() for x in primals]  # one may be computed from another, or be it
+        own = [x.view_as(x).requires_grad_() for x in primals]  # views: one primal may depend on another
         results = function(*own)
     return torch.autograd.grad(results, own, cotangents, create_graph=is_recorded, materialize_grads=True)

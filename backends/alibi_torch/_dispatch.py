@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why another does not."""
+"""The choice of an implementation for a call, and the reasons why others cannot run it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a
 
 
 def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None) -> str:
-    """Return the implementation that is to run: the one named, else the first that can run the call.
+    """Return the name of the implementation to run: ``implementation``, or by default the first that can run the call.
 
     Raises:
-        NotImplementedError: If the one named cannot.
+        NotImplementedError: If ``implementation`` cannot run the call.
     """
     if implementation is None:
         return next(name for name in IMPLEMENTATIONS if refusal(name, call, query, key, value) is None)
@@ -31,7 +31,7 @@ def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, imple
 
 
 def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
+    """Return why an implementation cannot run a call, as the predicate of a sentence about it; None if it can."""
     device = query.device.type
     if name != "dense" and call.dense_only is not None:
         return call.dense_only
@@ -60,13 +60,13 @@ def _refusal_of_flex(call: AttentionCall, *tensors: Tensor) -> str | None:
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to record what is done with any of these."""
+    """Whether autograd records operations on any of these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which a kind of device has no autocast; it takes time, so none where there is none."""
-    # "meta" has none. Not is_autocast_available, which PyTorch 2.9 and 2.11 cannot trace.
+    """Return a context without autocast on a device type; a null context, which is faster, where it is off already."""
+    # The meta device has no autocast. torch.compile of PyTorch 2.9 and 2.11 cannot trace is_autocast_available.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return _NOTHING
     return torch.autocast(device_type, enabled=False)

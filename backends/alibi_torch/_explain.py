@@ -1,4 +1,4 @@
-"""What a call would do, and why."""
+"""``explain``: the implementation that a call would use, and the keys that it needs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def explain(
 ) -> Explanation:
     """Say which implementation a call of :func:`alibi_torch.attention` would use, and which keys its queries need.
 
-    The tensors are measured on the host, also where the call would not measure them; nothing is attended to.
+    Norms of queries and keys are measured on the host, even where the call would skip that. No attention is computed.
 
     Args:
-        query: As for :func:`alibi_torch.attention`, like all arguments.
-        key: Likewise.
-        value: Likewise.
-        slopes: Likewise.
-        implementation: Likewise.
-        **arguments: Likewise.
+        query: As in :func:`alibi_torch.attention`: ``[batch, num_heads, q_len, head_dim]``.
+        key: As in :func:`alibi_torch.attention`: ``[batch, num_kv_heads, kv_len, head_dim]``.
+        value: As in :func:`alibi_torch.attention`: a tensor with the shape of ``key``.
+        slopes: As in :func:`alibi_torch.attention`: the slopes of the heads, or their number.
+        implementation: As in :func:`alibi_torch.attention`: the name of an implementation, or None.
+        **arguments: The other keyword arguments of :func:`alibi_torch.attention`.
 
     Returns:
         The explanation, its arrays in NumPy.
@@ -56,7 +56,7 @@ def explain(
     max_key_norm = arguments.pop("max_key_norm", None)
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
     if max_key_norm is not None:
-        norms_of(call, max_key_norm)  # checks it; the norms are measured all the same
+        norms_of(call, max_key_norm)  # validates it; the explanation measures all norms anyway
     if call.is_empty:
         return Explanation.of_nothing(call)
     chosen = choose(call, query, key, value, implementation)

@@ -1,4 +1,4 @@
-"""What the heads of a model look at in a text."""
+"""``explain_model``: the distances and tokens that each head of a model attends to."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from alibi_torch.nn import AlibiAttention
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALMOST_ALL = 0.99  # A head whose queries give this share of their weight to one token sees nothing else.
+ALMOST_ALL = 0.99  # Above this share of weight on one token, a head counts as blind to all others.
 
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What each head of a model looks at, over the queries of a text. Printed, it is a line a layer.
+    """Statistics of each head's attention weights over the queries of a text. ``print`` shows one line per layer.
 
-    All arrays are NumPy's, ``[layers, heads]``, without the first query, which sees one token alone if causal.
+    All attributes are NumPy arrays, ``[layers, heads]``. They exclude the first query: in a causal model it sees only
+    one token.
 
     Attributes:
-        look_back: The median distance, in tokens: half of the weight is on keys no farther.
-        on_first: Share of the weight that is on the first token of the text.
-        on_own: Share that is on the query's own token.
+        look_back: The median distance, in tokens: half of the weight is on keys at most this far away.
+        on_first: Share of the weight on the first token of the text.
+        on_own: Share of the weight on the query's own token.
 
     Example:
         >>> said = ModelExplanation(np.ones((1, 2)), np.asarray([[1.0, 0.25]]), np.zeros((1, 2)))
@@ -43,7 +44,7 @@ class ModelExplanation:
 
     @property
     def blind(self) -> dict[str, list[tuple[int, int]]]:
-        """The heads, as (layer, head), that see nothing but the first token of the text, or but their own."""
+        """The heads, as (layer, head), that see only the first token of the text, or only the query's own token."""
         shares = {"first": self.on_first, "own": self.on_own}
         return {
             name: [(int(layer), int(head)) for layer, head in np.argwhere(share > ALMOST_ALL)]
@@ -80,16 +81,17 @@ class ModelExplanation:
 
 @torch.no_grad()
 def explain_model(model: nn.Module, tokens: Tensor) -> ModelExplanation:
-    """Return what each head of a model looks at in a text, from the weights of its attention.
+    """Return statistics of each head's attention weights over the tokens of a text.
 
-    Weights are computed densely, a layer at a time: a text of N tokens takes 4 * heads * N**2 bytes.
+    Weights are computed densely, one layer at a time: a text of N tokens takes 4 * heads * N**2 bytes.
 
     Args:
-        model: A model with :class:`AlibiAttention` layers, of one number of heads: from :func:`load_checkpoint`, say.
+        model: A model with :class:`AlibiAttention` layers, all with the same number of heads; for example from
+            :func:`load_checkpoint`.
         tokens: ``[batch, length]`` integers, at least two tokens each, without padding.
 
     Raises:
-        ValueError: If the model has no such layer, or there are fewer than two tokens.
+        ValueError: If the model has no :class:`AlibiAttention` layer, or there are fewer than two tokens.
 
     Example:
         >>> from alibi_torch import AlibiConfig, AlibiLanguageModel
@@ -103,16 +105,19 @@ def explain_model(model: nn.Module, tokens: Tensor) -> ModelExplanation:
     if not layers:
         raise ValueError(f"model must have AlibiAttention layers, got a {type(model).__name__} without any")
     found: list[tuple[np.ndarray, ...]] = []
-    was_training = model.training
-    with _weights_seen(layers, found):
-        model.eval()(tokens)
-    model.train(was_training)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with _weights_seen(layers, found):
+            model.eval()(tokens)
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
     return ModelExplanation(*(np.stack(x) for x in zip(*found, strict=True)))
 
 
 @contextmanager
 def _weights_seen(layers: list[AlibiAttention], found: list[tuple[np.ndarray, ...]]) -> Iterator[None]:
-    """Append the numbers of each layer that is called, ``[heads]`` each, to ``found``."""
+    """Append the statistics of each layer that is called, three ``[heads]`` arrays, to ``found``."""
 
     def look(layer: AlibiAttention, inputs: tuple[Tensor], options: dict[str, Any]) -> None:
         rules = {name: options.get(name) for name in ("mask", "segment_ids")}
@@ -131,11 +136,12 @@ def _weights_seen(layers: list[AlibiAttention], found: list[tuple[np.ndarray, ..
 
 
 def _summary(weights: Tensor) -> tuple[np.ndarray, ...]:
-    """Return median distance, and shares on the first and the own token, ``[heads]``, of ``[batch, heads, n, n]``."""
+    """Return median distance, and shares on first and own token, ``[heads]``, of weights ``[batch, heads, n, n]``."""
     weights = weights[:, :, 1:].double().mean(dim=0)  # [heads, queries, keys]
     length = weights.shape[-1]
     places = torch.arange(length, device=weights.device)
     distances = (places - places[1:, None]).abs()  # [queries, keys]
+    # Sum weights of equal distance: [heads, length]; the median is where the cumulative share passes one half.
     by_distance = weights.new_zeros(len(weights), length)
     by_distance.index_add_(1, distances.flatten(), weights.flatten(1))
     shares = by_distance.cumsum(dim=1) / by_distance.sum(dim=1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Private names of PyTorch, all that attention on the CPU uses, each with what stands in where a version lacks it.
+"""Private names of PyTorch that attention on the CPU uses, each with a fallback for versions that lack it.
 
-A name that is gone makes calls slower, never wrong: the fused kernels are spelled out, and calls take the way through
-PyTorch's dispatcher that compilers take. All were seen in PyTorch 2.9 to 2.13.
+A missing name makes calls slower, never wrong: fused kernels are replaced by plain operators, and calls go through
+PyTorch's dispatcher, as they do under a compiler. PyTorch 2.9 to 2.13 have all of these names.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def _found(path: str) -> Any:
-    """Return the object at a dotted path below ``torch``, None where there is none."""
+    """Return the object at a dotted path below ``torch``, or None if it does not exist."""
     place: Any = torch
     for name in path.split("."):
         place = getattr(place, name, None)
     return place
 
 
-# Attention on the CPU: query, key, value, dropout, is_causal, attn_mask and scale. Returns result and log-sum-exp.
+# Fused CPU attention: takes query, key, value, dropout, is_causal, attn_mask, scale; returns result and log-sum-exp.
 FLASH = _found("_scaled_dot_product_flash_attention_for_cpu")
 FLASH_BACKWARD = _found("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
-# The innermost transform of torch.func, None outside of all.
+# Returns the innermost active transform of torch.func, or None.
 _INTERPRETER = _found("_C._functorch.peek_interpreter_stack")
-_DISPATCH_MODES = _found("_C._len_torch_dispatch_stack")  # how many are active
-# Whether a tensor is one of a batch of gradients that torch.autograd computes at once, which is no transform.
+_DISPATCH_MODES = _found("_C._len_torch_dispatch_stack")  # returns the number of active modes
+# Whether a tensor is batched by torch.autograd.grad(is_grads_batched=True), which is not a torch.func transform.
 _IS_BATCH_OF_GRADIENTS = _found("_C._functorch.is_legacy_batchedtensor")
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -38,7 +38,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 def fused_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return attention with a bias, ``[batch, heads, rows, head_dim]``, and the log-sum-exp, ``[batch, heads, rows]``.
 
-    All tensors have one dtype, query, key and value as many heads; the bias broadcasts.
+    All tensors have the same dtype; query, key and value have the same number of heads; the bias broadcasts.
     """
     if FLASH is not None:
         return FLASH(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
@@ -56,9 +56,9 @@ def fused_backward(
     bias: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by query, key and value of what :func:`fused_forward` gave for more keys, maybe, than these.
+    """Return the gradients with respect to query, key and value, for a subset of the keys of :func:`fused_forward`.
 
-    The weights are those that ``logsumexp`` makes, whose denominators may count other keys, too.
+    The weights are ``exp(scores - logsumexp)``; ``logsumexp`` may include keys that are not in ``key``.
     """
     if FLASH_BACKWARD is not None:
         tensors = grad, query, key, value, result, logsumexp
@@ -70,23 +70,23 @@ def fused_backward(
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16, so that a cast takes longer than it saves; without the name, False."""
+    """Whether this CPU has bfloat16 products, so that a cast to float32 does not pay; False if PyTorch cannot say."""
     is_supported = _found("ops.mkldnn._is_mkldnn_bf16_supported")
     return is_supported is not None and torch.backends.mkldnn.is_available() and bool(is_supported())
 
 
 def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` is active; without the name to ask by, True, as what follows is safe."""
+    """Whether a transform of ``torch.func`` is active; True (the safe answer) if PyTorch cannot say."""
     return _INTERPRETER is None or _INTERPRETER() is not None
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active, which sees each operator; without the name to ask by, True."""
+    """Whether a dispatch mode, which intercepts each operator, is active; True if PyTorch cannot say."""
     return _DISPATCH_MODES is None or _DISPATCH_MODES() > 0
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether a recorder other than PyTorch's compilers keeps what a call does, for calls with other values."""
+    """Whether a tracer other than torch.compile records the operators of a call, to replay them with other values."""
     if torch.compiler.is_compiling():
         return False
     if torch.jit.is_tracing() or isinstance(tensor, FakeTensor) or get_proxy_mode() is not None:
@@ -95,7 +95,7 @@ def is_recorded(tensor: Tensor) -> bool:
 
 
 def is_watched(*tensors: Tensor) -> bool:
-    """Whether a compiler, tracer, transform or dispatch mode is active, or a tensor is of another class."""
+    """Whether a compiler, tracer, transform or dispatch mode is active, or a tensor is not a plain one."""
     return (
         torch.compiler.is_compiling()
         or in_transform()
@@ -107,7 +107,7 @@ def is_watched(*tensors: Tensor) -> bool:
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether forward mode may carry a derivative on by any of these: inside a transform, by all."""
+    """Whether any tensor may have a forward-mode tangent; inside a transform of torch.func that is always assumed."""
     if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
         return False
     if _INTERPRETER is not None and _INTERPRETER() is not None:

@@ -1,8 +1,8 @@
-"""Attention with a bias in memory: for all queries at once ("sdpa"), or for a block of queries at a time.
+"""Attention with the bias in memory: for all queries at once ("sdpa"), or one block of queries at a time.
 
-Positions of the caller's own, and laws other than the linear one, have no row of distances that serves all queries. A
-block's bias is made from its own positions, the distances once for all heads, and is gone with the block: memory grows
-with the lengths alone.
+With the caller's own positions, or a law that is not linear, the bias is not Toeplitz, so no single row of distances
+serves all queries. Each block builds its bias from its positions (distances are shared by all heads) and frees it
+afterwards: memory grows linearly with the lengths.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from alibi_core.backend import AttentionCall
 from alibi_torch._derivatives import RATES, dense_reference, pulled_back
 from alibi_torch._internals import in_transform
 
-BIAS_ELEMENTS = 2**21  # of the bias of a block of queries: 8 MiB of float32
-COMPILED_BLOCKS = 8  # a compiler unrolls the loop over blocks, so that there are no more of them than that
+BIAS_ELEMENTS = 2**21  # The bias of one block of queries has about this many elements: 8 MiB of float32.
+COMPILED_BLOCKS = 8  # Under a compiler, which unrolls the loop over blocks, there are at most this many.
 
 
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return attention, computed a block of queries at a time."""
+    """Return attention, computed one block of queries at a time."""
     batch = call.batch
     call, shape = call.with_one_batch_axis(), query.shape
     tensors = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
     rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
-    if in_transform():  # which takes no Function without a rule for vmap, and has none for the fused function
+    if in_transform():  # torch.func rejects a Function without a vmap rule, and warns of the fused function under vmap
         result = dense_reference(call, *tensors).to(call.dtype)
-    elif torch.compiler.is_exporting():  # for any length, of which the number of blocks would be a constant
+    elif torch.compiler.is_exporting():  # for any length: a loop would make the number of blocks a constant
         result = sdpa(call, *tensors)
     else:
         result = _Rows.apply(call, *tensors, *rates)
@@ -42,9 +42,9 @@ def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tens
     """Return attention by PyTorch's fused function, with the call's bias as its mask."""
     bias, attends = call.bias()
     if query.device.type != "cpu":
-        # Only the CPU kernels take a float32 bias beside low-precision tensors; elsewhere it would be rounded to them.
+        # Only the CPU kernels accept a float32 bias with low-precision tensors; other devices would round the bias.
         query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
-    # The fused CPU kernel takes a mask of as many axes as the tensors have, and no fewer.
+    # The fused CPU kernel requires the mask to have as many axes as the query.
     bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
     grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
@@ -54,9 +54,9 @@ def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tens
 
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
-    """Yield blocks of queries, each with its part of the call."""
+    """Yield blocks of queries, each with the call restricted to them."""
     rows = max(16, BIAS_ELEMENTS // (call.batch[0] * call.num_heads * call.kv_len))
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # fewer, larger blocks
         rows = max(rows, -(-call.q_len // COMPILED_BLOCKS))
     everything = {"batch": slice(0, call.batch[0]), "heads": slice(0, call.num_heads), "keys": slice(0, call.kv_len)}
     for start in range(0, call.q_len, rows):
@@ -73,7 +73,7 @@ def _by_blocks(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -
 
 
 class _Rows(torch.autograd.Function):
-    """Attention by blocks of queries, each computed once more where gradients are asked for."""
+    """Attention by blocks of queries; the backward pass recomputes each block, so no bias is saved."""
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *rates: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *rates = ctx.saved_tensors
         call = replace(ctx.call, **dict(zip(RATES, rates, strict=False)))
-        if torch.is_grad_enabled():  # gradients of gradients: of attention spelled out, in memory for all scores
+        if torch.is_grad_enabled():  # create_graph=True: differentiate dense attention, with all scores in memory
             inputs = (query, key, value, *rates)
             return None, *pulled_back(lambda *x: dense_reference(call, *x).to(call.dtype), inputs, grad)
         wanted = [x for x, needed in zip(RATES, ctx.needs_input_grad[4:], strict=False) if needed]
@@ -99,7 +99,7 @@ class _Rows(torch.autograd.Function):
                 result = sdpa(replace(part, **dict(zip(wanted, learned, strict=True))), *own)
             by_query[:, :, rows], *found = torch.autograd.grad(result, own + learned, grad[:, :, rows])
             for total, x in zip(sums, found, strict=True):
-                total += x.reshape(total.shape)  # a part of a call may have one more axis, of length 1
+                total += x.reshape(total.shape)  # the tile of a call may have one more axis, of length 1
         by_rates = iter(sums[2:])
         needed = ctx.needs_input_grad[4:]
         return (

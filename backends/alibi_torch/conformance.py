@@ -23,7 +23,7 @@ def adapters(device: str = "cpu") -> list[BackendAdapter]:
     """Return an adapter for each implementation and dtype.
 
     Args:
-        device: Where they compute. On ``"cuda"``, ``"flex"`` is one of them, and ``"tiled"`` is not.
+        device: The device of the tensors. ``"cuda"`` adds ``"flex"`` and leaves out ``"tiled"``.
 
     Example:
         >>> sorted({adapter.name for adapter in adapters()})
@@ -35,7 +35,7 @@ def adapters(device: str = "cpu") -> list[BackendAdapter]:
 
 def _adapter(implementation: str, dtype: str, device: str) -> BackendAdapter:
     def array(values: Any, dtype: str | None) -> Tensor:
-        tensor = torch.from_numpy(np.array(values)).to(device)  # a copy, for what is a view has strides
+        tensor = torch.from_numpy(np.array(values)).to(device)  # a copy, because a view may have other strides
         return tensor if dtype is None else tensor.to(getattr(torch, dtype))
 
     return BackendAdapter(
@@ -58,7 +58,7 @@ def _gradients(
 ) -> Sequence[Tensor]:
     asked = [arguments[name].requires_grad_() for name in wrt]
     result = function(**arguments)
-    if not isinstance(weight, Tensor):  # without memory of its own, as the gradient of a sum is
+    if not isinstance(weight, Tensor):  # expanded, stride 0, like the gradient of sum()
         weight = result.new_tensor(weight).expand_as(result)
     return torch.autograd.grad(result, asked, weight)
 

@@ -33,17 +33,17 @@ OWN_CONFIG, WEIGHTS = "alibi_embedding.json", "model.safetensors"
 class AlibiEmbedding(InputModule):
     """Embed texts of any length by an :class:`AlibiEncoder`, padding-free: tokenizer, encoder, pooling, normalisation.
 
-    It is the only module that a ``SentenceTransformer`` needs. Texts of several lengths cost what their tokens cost.
-    Vectors of single tokens (``output_value="token_embeddings"``) are not offered. A saved model loads by :meth:`of`
-    again, or by ``SentenceTransformer(folder, trust_remote_code=True)``, which ``sentence-transformers`` asks for every
-    class that is not its own: no code in the folder is executed.
+    It is the only module that a ``SentenceTransformer`` needs. No time is spent on padding in batches of different
+    lengths. Vectors of single tokens (``output_value="token_embeddings"``) are not supported. Load a saved model by
+    :meth:`of`, or by ``SentenceTransformer(folder, trust_remote_code=True)``; ``sentence-transformers`` requires this
+    flag for every class outside of its package, but no code in the folder is executed.
 
     Args:
         encoder: The encoder.
         tokenizer: A tokenizer of ``transformers``.
-        pooling: ``"mean"`` or ``"cls"``, as for :meth:`AlibiEncoder.encode`.
+        pooling: ``"mean"`` or ``"cls"``, as in :meth:`AlibiEncoder.encode`.
         normalize: Whether vectors are divided by their norm.
-        max_seq_length: Tokens that a text is cut to. Default: texts are not cut.
+        max_seq_length: Texts are truncated to this many tokens. Default: no limit.
 
     Example:
         >>> from sentence_transformers import SentenceTransformer  # doctest: +SKIP
@@ -74,17 +74,17 @@ class AlibiEmbedding(InputModule):
     def of(cls, folder: str | Path, *, dtype: torch.dtype | None = torch.float32, **options: Any) -> AlibiEmbedding:
         """Return the module of a local checkpoint of Jina-embeddings-v2, MosaicBERT or DNABERT-2, or of a saved module.
 
-        Pooling, normalisation and the length of texts are those of the folder's ``modules.json``,
-        ``1_Pooling/config.json`` and ``sentence_bert_config.json``, if there are any. Nothing in the files is executed.
+        Pooling, normalisation and maximum length are read from the folder's ``modules.json``,
+        ``1_Pooling/config.json`` and ``sentence_bert_config.json``, if present. Nothing in the files is executed.
 
         Args:
-            folder: With ``config.json``, safetensors and the tokenizer's files.
-            dtype: Of the parameters; None for that of the file.
-            **options: ``pooling``, ``normalize`` and ``max_seq_length``, in place of the folder's.
+            folder: The folder with ``config.json``, safetensors and the tokenizer's files.
+            dtype: Dtype of the parameters; None for the dtype of the file.
+            **options: ``pooling``, ``normalize`` and ``max_seq_length``, which override the folder's.
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If the checkpoint is of a decoder or of another family.
+            ValueError: If the checkpoint belongs to a decoder or an unsupported family.
         """
         folder = Path(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -107,13 +107,13 @@ class AlibiEmbedding(InputModule):
         return cls.of(folder, dtype=None)
 
     def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **_: Any) -> dict[str, Tensor]:
-        """Return the tokens of texts, each behind the prompt: ``[batch, length]``, and a mask of text."""
+        """Return the tokens of prompt + text for each text, ``[batch, length]``, and the attention mask."""
         texts = [(prompt or "") + text for text in inputs]
         cut: dict[str, Any] = {"truncation": True, "max_length": self.max_seq_length} if self.max_seq_length else {}
         return dict(self.tokenizer(texts, padding=True, return_tensors="pt", **cut))
 
     def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
-        """Add ``sentence_embedding``, ``[batch, embed_dim]``, to the tokens."""
+        """Add ``sentence_embedding``, ``[batch, embed_dim]``, to ``features``."""
         types = features.get("token_type_ids") if self.encoder.config.token_types else None
         rules = {"mask": features["attention_mask"], "token_types": types, "pooling": self.pooling}
         vectors = self.encoder.encode(features["input_ids"], **rules)
@@ -135,7 +135,7 @@ class AlibiEmbedding(InputModule):
 
 
 def _options_of(folder: Path) -> dict[str, Any]:
-    """Return what the files of ``sentence-transformers`` say about pooling, normalisation and length."""
+    """Return the options for pooling, normalisation and length from the config files of ``sentence-transformers``."""
     options: dict[str, Any] = {}
     modules = _read(folder / "modules.json") or []
     for module in modules:
@@ -149,7 +149,7 @@ def _options_of(folder: Path) -> dict[str, Any]:
 
 
 def _pooling(config: dict[str, Any]) -> str:
-    """Return the pooling of a module's config, which has had two forms."""
+    """Return the pooling of a module's config, in the old (one flag per mode) or the new form (``pooling_mode``)."""
     names = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     mode = config.get("pooling_mode") or "+".join(names.get(name, name) for name in chosen) or "mean"

@@ -1,4 +1,4 @@
-"""How fast attention is, beside attention without positions and beside others' ALiBi."""
+"""The speed of attention, compared with attention without positions and with other implementations of ALiBi."""
 
 from benchmarks.attention.exact import MOST_ERROR, ROUNDOFF, Reference, attend, relative_error, sample, slopes
 from benchmarks.attention.libraries import Call, Contestant, Library, Shape, load

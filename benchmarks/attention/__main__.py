@@ -1,16 +1,16 @@
-"""How fast is ALiBi attention, beside attention without positions, and beside others' ALiBi?
+"""How fast is ALiBi attention, compared with attention without positions and with other implementations of ALiBi?
 
-Results and gradients are compared with float64 first; at each shape some queries are. Then, by section:
+Results and gradients are first compared with float64; at each timed shape, a sample of queries is. Sections:
 
-  forward   times faster than causal attention without positions, by length, with others' ALiBi where it fits in memory;
+  forward   speed-up over causal attention without positions, by length, with other ALiBi where it fits in memory;
   backward  the same for forward and backward together;
-  decode    one query over the keys of a layer's cache, which knows their norms, and of a bare call;
-  memory    the peak beyond arguments, result and gradients, in a process of its own;
-  layer     a layer of PyTorch, forward and training, beside the same layer without positions; or, and a step over
-            cached keys, beside this library in another checkout (--beside): processes that are timed by turns.
+  decode    one query over the keys of a layer's cache, which stores their norms, and by a call without a cache;
+  memory    peak memory beyond arguments, result and gradients, in a separate process;
+  layer     a PyTorch layer, forward and training, compared with the same layer without positions; or, with --beside,
+            compared with another checkout of this library, a cached step included: processes that are timed by turns.
 
-The exit status is 1 if a number is wrong. All of it takes 25 minutes and 13 GB on two idle cores with PyTorch; JAX's
-own attention and MLX's are dense on the CPU, so their lengths end at 8,192 tokens.
+The exit status is 1 if a number is wrong. All sections take 25 minutes and 13 GB on two idle cores with PyTorch. The
+attention of JAX and of MLX is dense on the CPU, so their lengths end at 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from benchmarks.harness import Results
 
 SECTIONS = ("forward", "backward", "decode", "memory", "layer")
 PASSES = ("forward", "forward and backward")
-LENGTHS = {  # for each library the lengths that are timed, with gradients as far as the second number
+LENGTHS = {  # for each framework: the timed lengths, and the largest length that is timed with gradients
     "torch": ((1, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 65_536), 65_536),
     "jax": ((1024, 2048, 4096, 8192), 8192),
     "mlx": ((1024, 2048, 4096, 8192), 2048),
 }
-MEMORY = {"torch": (65_536, 65_536), "jax": (8192, 8192), "mlx": (4096, 2048)}  # tokens forward, and with gradients
-LONGEST = Shape(4, 64, 2**20)  # one of which nothing quadratic could be computed
-PEERS_LIMIT = 2.0**-9  # the largest relative error of others' ALiBi, in float32, that is not a gross one
-ROWS = 16  # queries a head that are recomputed in float64 at each shape
+MEMORY = {"torch": (65_536, 65_536), "jax": (8192, 8192), "mlx": (4096, 2048)}  # tokens: forward, with gradients
+LONGEST = Shape(4, 64, 2**20)  # Too long for any implementation with quadratic time or memory.
+PEERS_LIMIT = 2.0**-9  # Above this relative error in float32, another implementation counts as wrong.
+ROWS = 16  # This many queries per head are recomputed in float64 at each shape.
 
 
 class Run:
-    """What is measured of one library."""
+    """The measurements of one framework."""
 
     def __init__(self, library: Library, results: Results, quick: bool, up_to: int) -> None:
         self.library, self.results, self.quick = library, results, quick
         lengths, self.most_backward = LENGTHS[library.name]
         self.lengths = (64, 256) if quick else tuple(n for n in lengths if n <= up_to)
         self.shape = Shape(4, 16, 256) if quick else Shape(8, 64, 2048)
-        self.least_peers = 256 if quick else 1024  # tokens: shorter calls are timed for this library alone
+        self.least_peers = 256 if quick else 1024  # below this many tokens, only this library is timed
 
     # --- Numbers ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare everyone's results, and this library's gradients, with float64; then results in low precision."""
+        """Compare all results, and this library's gradients, with float64; then results in low precision."""
         library, shape = self.library, replace(self.shape, length=min(1024, self.shape.length))
         tensors = library.tensors(shape)
         shown = [library.heads_first(x) for x in tensors]
@@ -71,12 +71,12 @@ class Run:
         for dtype in ("bfloat16", "float16"):
             low = replace(shape, dtype=dtype)
             if library.name == "jax" and (dtype, library.device) == ("float16", "cpu"):
-                continue  # XLA on a CPU refuses float16's products
+                continue  # XLA on CPUs does not support float16 products
             for name in list(contestants)[:2]:
                 self._check_rows(name, low, library.tensors(low))
 
     def _check_rows(self, name: str, shape: Shape, tensors: Sequence[Any], call: Call | None = None) -> bool:
-        """Compare some queries of a contestant with float64, and return whether they are right."""
+        """Compare a sample of a contestant's queries with float64, and return whether they are right."""
         library = self.library
         call = call or library.prepare(library.contestants(shape)[name], tensors, False)
         shown = [library.heads_first(x) for x in tensors]
@@ -89,7 +89,7 @@ class Run:
     # --- Time ---------------------------------------------------------------------------------------------------------
 
     def passes(self, backward: bool) -> None:
-        """Time forward passes, or forward with backward, of everyone beside attention without positions."""
+        """Time forward, or forward and backward, of all contestants against attention without positions."""
         for length in self.lengths:
             if not backward or 1 < length <= self.most_backward:
                 self._time_pass(replace(self.shape, length=length), backward)
@@ -141,7 +141,7 @@ class Run:
     # --- Memory -------------------------------------------------------------------------------------------------------
 
     def memory(self) -> None:
-        """Measure peaks of memory on the CPU, beside what arguments, result and gradients take."""
+        """Measure peak memory on the CPU, beyond arguments, result and gradients."""
         library = self.library
         if library.device != "cpu":
             return print("memory is measured on the CPU; benchmarks.gpu measures a GPU's", file=sys.stderr)
@@ -153,7 +153,7 @@ class Run:
             group = f"Peak memory beyond arguments, result and gradients, {PASSES[backward]}: {shape.heads}"
             made = shape.tensor_bytes * (4 if backward else 1)
             ours, plain, *_ = library.contestants(shape)
-            is_dense = library.name != "torch"  # whose own attention holds all scores
+            is_dense = library.name != "torch"  # their baseline attention stores all scores
             peaks = [
                 harness.peak_growth(
                     "benchmarks.attention.libraries:alone", library.name, asdict(shape), backward, is_ours
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(results: Results, ours: str) -> None:
-    """Write a picture: how many times faster than attention without positions, by length."""
+    """Draw the speed-up over attention without positions, by length."""
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in results.found["measurements"]:
         kind, _, heads = row["group"].removeprefix("Times faster than attention with no positions, ").partition(": ")

@@ -1,6 +1,6 @@
-"""ALiBi attention in float64 by its definition, and slopes by the paper's code: what results are compared with.
+"""The reference for results: ALiBi attention in float64 by its definition, and slopes by the paper's code.
 
-NumPy alone, and nothing of the library that is measured.
+It uses NumPy only, and no code of the measured library.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-MOST_ERROR = 16  # units of roundoff. A wrong slope, mask or offset causes far more; rounding of results, about one half
-AsFloat64 = Callable[[Any], np.ndarray]  # of one head of one batch entry, [length, head_dim]
+MOST_ERROR = 16  # Units of roundoff. A wrong slope, mask or offset causes far more; rounding the result about 0.5.
+AsFloat64 = Callable[[Any], np.ndarray]  # converts one head of one batch entry, [length, head_dim]
 
 
 def slopes(num_heads: int) -> np.ndarray:
@@ -41,12 +41,12 @@ def attend(
 
     Args:
         query: ``[queries, head_dim]`` float64, the queries at ``positions``.
-        key: ``[keys, head_dim]``, all of them.
+        key: ``[keys, head_dim]`` float64, all keys.
         value: ``[keys, head_dim]``.
-        slope: Of the bias; 0 for attention without positions.
-        positions: ``[queries]`` integers.
+        slope: Slope of the bias; 0 for attention without positions.
+        positions: ``[queries]`` integers, the positions of the queries among the keys.
         grad: The gradient of the result.
-        is_causal: Whether keys after a query are hidden.
+        is_causal: Whether keys after a query are masked.
     """
     scale = query.shape[-1] ** -0.5
     distance = positions[:, None] - np.arange(len(key))  # [queries, keys]
@@ -64,7 +64,7 @@ def attend(
 
 
 def relative_error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> float:
-    """Return the norm of all errors relative to the norm of the exact numbers; inf where something is not finite."""
+    """Return the norm of all errors divided by the norm of the exact numbers; inf if a number is not finite."""
     found, exact = (np.concatenate([np.ravel(x) for x in arrays]) for arrays in (found, exact))
     if not np.all(np.isfinite(found)):
         return np.inf
@@ -72,13 +72,13 @@ def relative_error(found: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> 
 
 
 def sample(length: int, count: int) -> np.ndarray:
-    """Return indices of so many queries, the first and the last among them, increasing."""
+    """Return ``count`` increasing indices of queries, including the first and the last."""
     drawn = np.random.default_rng(length).choice(length, min(count, length), replace=False)
     return np.unique(np.concatenate([drawn, [0, length - 1]]))
 
 
 class Reference:
-    """Exact results of some queries of a causal call, computed once and compared with many results."""
+    """Exact results of a sample of queries of a causal call, computed once and compared with many results."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class Reference:
         gradients: bool = False,
         is_causal: bool = True,
     ) -> None:
-        """Compute the results of the queries ``rows`` of at most eight heads, or of all with the gradients.
+        """Compute the results of the queries ``rows`` in at most eight heads; or of all queries, with gradients.
 
-        Tensors are query, key, value and the gradient of the result, each ``[batch, heads, length, head_dim]`` when a
-        head of them is taken by ``tensor[entry, head]``. The queries are the last tokens.
+        The tensors are query, key, value and the gradient of the result, each ``[batch, heads, length, head_dim]``;
+        ``tensor[entry, head]`` is one head. The queries are the last tokens.
         """
         batch, num_heads, q_len, _ = tensors[0].shape
         self.as_float64, self.rows = as_float64, np.arange(q_len) if rows is None else rows

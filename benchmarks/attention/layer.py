@@ -1,7 +1,7 @@
-"""A layer of PyTorch, ``AlibiAttention(512, 8)``: forward, training, and beside another checkout a cached step.
+"""The PyTorch layer ``AlibiAttention(512, 8)``: forward, training and, against another checkout, a cached step.
 
-Each side is a process that times calls when it is asked to, so that two checkouts of this library can be timed by
-turns. Run as a program, this file is such a process: it imports nothing of this checkout but what it times.
+Each side is a process that times calls on request, so that two checkouts of this library can be timed by turns. This
+file, run as a program, is such a process: it imports nothing of this checkout except the timed code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure(results: Any, beside: Path | None, quick: bool) -> None:
-    """Add rows of this checkout's layer beside another checkout's, or beside the layer without positions."""
+    """Add rows that compare this checkout's layer with another checkout's, or with the layer without positions."""
     from benchmarks import harness
 
     lengths, keys = ((1, 64), (64,)) if quick else (LENGTHS, KEYS)
@@ -35,7 +35,7 @@ def measure(results: Any, beside: Path | None, quick: bool) -> None:
         for kind, tokens in work:
             for side in (ours, theirs):
                 side({"kind": kind, "tokens": tokens})
-            # Several calls a turn: the threads of a process that has waited are asleep at its first call.
+            # Time several calls per turn: at the first call after a wait, the threads of the process are asleep.
             calls = 2 if quick else max(1, min(30, 2000 // tokens if kind != "step" else 30))
             pairs = 2 if quick else 15 if tokens <= 2048 else 9
             row = harness.paired(ours, theirs, pairs, clock=lambda side, calls=calls: side({"calls": calls}))
@@ -45,9 +45,9 @@ def measure(results: Any, beside: Path | None, quick: bool) -> None:
 
 @contextlib.contextmanager
 def serving(folder: Path, whose: str) -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """Start a process that times the layer of a checkout; yield what sends it a request and returns the answer."""
+    """Start a process that times the layer of a checkout; yield a function that sends a request and returns a reply."""
     paths = [str(folder.resolve() / part) for part in ("", "backends")]
-    # -P keeps the folder of this file off the path.
+    # -P keeps the folder of this file out of sys.path.
     command = [sys.executable, "-P", str(Path(__file__).resolve()), whose]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -88,7 +88,7 @@ def plain_layer() -> Any:
 
 
 def prepared(layer: Any, kind: str, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return the call to time, and what is done after it, which does not count."""
+    """Return the call to time, and a function to run after it, which is not timed."""
     import torch
 
     drawn = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def prepared(layer: Any, kind: str, tokens: int) -> tuple[Callable[[], Any], Cal
 
 
 def serve(whose: str) -> None:
-    """Prepare a call, or time the prepared one several times and answer the median, as each line of the input asks."""
+    """Serve requests, one per line of the input: prepare a call, or time it several times and answer the median."""
     import torch
 
     torch.manual_seed(0)

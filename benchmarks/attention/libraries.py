@@ -1,4 +1,4 @@
-"""Who computes attention in each framework: this library, the framework without positions, and others with ALiBi.
+"""The contestants in each framework: this library, the framework's attention without positions, and other ALiBi.
 
 Tensors are ``[batch, heads, length, head_dim]``, in JAX ``[batch, length, heads, head_dim]``.
 """
@@ -20,7 +20,7 @@ from benchmarks.attention.exact import distance_row, slopes
 Call = Callable[[], Any]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLEX_BLOCK = 128
-CYCLES = 2e9  # of a GPU's clock in a second, at most
+CYCLES = 2e9  # An upper bound of a GPU's clock rate, in Hz.
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,28 @@ class Shape:
 
     @property
     def heads(self) -> str:
-        """All but the length, in words."""
+        """The sizes except the length, as text."""
         return f"{self.num_heads} heads of {self.head_dim}, {self.dtype}"
 
     @property
     def tensor_bytes(self) -> int:
-        """The size of the query, the key, the value or the result."""
+        """The size in bytes of each of query, key, value and result."""
         return self.batch * self.num_heads * self.length * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def scores(self) -> int:
-        """How many scores a dense attention computes."""
+        """The number of scores of dense attention."""
         return self.batch * self.num_heads * self.length**2
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Somebody's attention.
+    """One implementation of attention.
 
     Attributes:
-        make: Takes query, key and value; returns a function of those and of further arrays, and these arrays: what a
-            model builds once for all layers, such as a dense bias.
-        bytes_needed: By a pass, beyond its arguments.
+        make: Takes query, key and value; returns a function of these and of further arrays, and the further arrays,
+            which a model builds once for all layers, such as a dense bias.
+        bytes_needed: Memory of a pass beyond its arguments, in bytes.
         has_backward: Whether it has a backward pass on this device.
     """
 
@@ -66,18 +66,18 @@ class Contestant:
 
 
 def fixed(attend: Callable[..., Any], **options: Any) -> Contestant:
-    """Return a contestant that builds nothing before."""
+    """Return a contestant without arrays to build beforehand."""
     return Contestant(lambda *tensors: (attend, ()), **options)
 
 
 class Library:
     """A framework on one device.
 
-    Subclasses add ``normal(shape, seed)``, drawn numbers; ``as_float64(piece)``, a head of a tensor in NumPy;
-    ``contestants(shape)``, who computes causal attention, by name: first this library, then the baseline;
+    Subclasses add ``normal(shape, seed)``, random numbers; ``as_float64(piece)``, a head of a tensor in NumPy;
+    ``contestants(shape)``, the implementations of causal attention by name, first this library, then the baseline;
     ``prepare(contestant, tensors, backward)``, a call that returns the result or the gradients of query, key and value;
-    and ``decode(shape)``, tensors of one query over many keys, and calls that answer it: this library's from a layer's
-    cache, the baseline, this library's without a cache, the baseline with a bias.
+    and ``decode(shape)``, tensors of one query over many keys, and four calls: this library with a layer's cache, the
+    baseline, this library without a cache, the baseline with a bias.
     """
 
     name: str
@@ -93,15 +93,15 @@ class Library:
         return [self.normal(shape, seed) for seed in range(4)]
 
     def heads_first(self, tensor: Any) -> Any:
-        """Return a tensor such that ``[entry, head]`` takes a head of it."""
+        """Return the tensor with heads first, so that ``[entry, head]`` is one head."""
         return tensor
 
     def free_bytes(self) -> float:
-        """Return how much memory a contestant may take: beyond some 60 % of what is free a machine may swap."""
+        """Return the memory that a contestant may take: beyond about 60 % of the free memory, a machine may swap."""
         return 0.6 * harness.available_memory()
 
     def seconds(self, call: Call) -> float:
-        """Return how long a call takes until its result is there."""
+        """Return the seconds until a call's result is computed."""
         return harness.seconds_of(call)
 
 
@@ -118,10 +118,10 @@ class Torch(Library):
 
         self.torch = torch
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        torch.empty(0, device=self.device)  # fails here where there is no such device
+        torch.empty(0, device=self.device)  # raises if there is no such device
 
     def machine(self) -> dict[str, Any]:
-        if self.device == "cpu":  # PyTorch may be restricted to fewer vector instructions than the CPU has
+        if self.device == "cpu":  # PyTorch may be limited to narrower vector instructions
             vectors = self.torch.backends.cpu.get_cpu_capability().replace("AVX512", "AVX-512")
             return {"threads": self.torch.get_num_threads(), "vectors": vectors}
         properties = self.torch.cuda.get_device_properties(self.device)
@@ -143,9 +143,9 @@ class Torch(Library):
         return 0.9 * (self.torch.cuda.mem_get_info()[0] + unused)
 
     def seconds(self, call: Call, ahead: float = 0.0) -> float:
-        """Return how long a call takes; on a GPU, with ``ahead``, without the time of the host.
+        """Return the seconds of a call; on a GPU, with ``ahead``, without the time of the host.
 
-        ``ahead`` is for how many seconds the GPU is kept busy while the host queues the call, as it is in a model.
+        The GPU is kept busy for ``ahead`` seconds while the host queues the call, as it is in a model.
         """
         if self.device == "cpu":
             return super().seconds(call)
@@ -162,7 +162,7 @@ class Torch(Library):
         return start.elapsed_time(end) / 1e3
 
     def peak(self, call: Call) -> int:
-        """Return by how many bytes a call makes the GPU's memory grow, at its peak, its result included."""
+        """Return the peak growth of GPU memory during a call, in bytes, including its result."""
         cuda = self.torch.cuda
         cuda.synchronize()
         before = cuda.memory_allocated()
@@ -184,7 +184,7 @@ class Torch(Library):
         bias_bytes = shape.scores // shape.batch * DTYPE_BYTES[shape.dtype] + 12 * shape.length**2
         return {
             "alibi_torch": fixed(alibi_torch.attention),
-            "SDPA, no positions": fixed(self._plain),  # by the kernel of PyTorch's choice
+            "SDPA, no positions": fixed(self._plain),  # PyTorch chooses the kernel
             **kernels,
             "SDPA, dense bias": Contestant(self._dense, bias_bytes),
             "FlexAttention": Contestant(self._flex, has_backward=is_gpu),
@@ -211,13 +211,13 @@ class Torch(Library):
         from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
         torch, length = self.torch, query.shape[2]
-        torch._dynamo.config.recompile_limit = 64  # compiled once a shape: after eight the compiler would give up
+        torch._dynamo.config.recompile_limit = 64  # one variant per shape; the default limit is 8
         rate = torch.tensor(slopes(query.shape[1]), dtype=torch.float32, device=self.device)
-        # Causal blocks by their ranges; from a predicate they take minutes on a CPU.
+        # Build the causal blocks from ranges: from a predicate it would take minutes on a CPU.
         rows = torch.arange(-(-length // FLEX_BLOCK), dtype=torch.int32, device=self.device)
         indices = rows.expand(1, 1, len(rows), len(rows)).contiguous()
         diagonal = torch.zeros_like(indices)
-        diagonal[..., 0] = rows  # each row of blocks has one that is masked in part, after others that are full
+        diagonal[..., 0] = rows  # in each row of blocks, full blocks, then one partial block
         blocks = BlockMask.from_kv_blocks(
             torch.ones_like(rows)[None, None],
             diagonal,
@@ -294,7 +294,7 @@ class Jax(Library):
         import alibi_jax
 
         attend = self.jax.nn.dot_product_attention
-        dense = {"xla": 13 * shape.scores}  # with gradients: three times the scores in float32, and a mask
+        dense = {"xla": 13 * shape.scores}  # with gradients: three float32 arrays of scores, and a mask
         found = {"alibi_jax": fixed(alibi_jax.attention)}
         for kernel in self.kernels:
             plain = partial(attend, is_causal=True, implementation=kernel)
@@ -307,7 +307,7 @@ class Jax(Library):
         jnp, length = self.jax.numpy, query.shape[1]
         rate = jnp.asarray(slopes(query.shape[2]), jnp.float32)
 
-        @self.jax.jit  # one fused loop, whose operands are small
+        @self.jax.jit  # one fused loop over small operands
         def build() -> Any:
             position = jnp.arange(length)
             return (-rate[:, None, None] * (position[:, None] - position))[None].astype(query.dtype)
@@ -321,7 +321,7 @@ class Jax(Library):
 
         def gradients(grad: Any, leaves: Any, built: Any) -> Any:
             result, pull = self.jax.vjp(lambda *tensors: attend(*tensors, *built), *leaves)
-            return result, pull(grad)  # the result too: XLA would drop what only the result needs
+            return result, pull(grad)  # return the result too, or XLA would remove its computation
 
         if backward:
             call = self._compiled(gradients, grad, leaves, built)
@@ -367,7 +367,7 @@ class Mlx(Library):
 
         self.mx, self.device = mx, device or ("metal" if mx.metal.is_available() else "cpu")
         mx.set_default_device(mx.cpu if self.device == "cpu" else mx.gpu)
-        mx.set_cache_limit(0)  # peaks shall count no memory that is free
+        mx.set_cache_limit(0)  # so that peaks do not include cached free memory
 
     def normal(self, shape: Shape, seed: int) -> Any:
         sizes = shape.batch, shape.num_heads, shape.length, shape.head_dim
@@ -433,14 +433,14 @@ LIBRARIES = {"torch": Torch, "jax": Jax, "mlx": Mlx}
 
 
 def load(name: str, device: str | None = None) -> Library:
-    """Return a library on a device, or on the best there is."""
+    """Return a framework on a device; by default on the best that is available."""
     return LIBRARIES[name](device)
 
 
 def alone(name: str, sizes: dict[str, Any], backward: bool, is_ours: bool) -> Call:
-    """Prepare a pass on the CPU whose memory is to be measured, for a process of its own."""
+    """Prepare a pass on the CPU for a memory measurement, in a separate process."""
     library = load(name, "cpu")
-    for length in (min(256, sizes["length"]), sizes["length"]):  # a small call first, for what starts only once
+    for length in (min(256, sizes["length"]), sizes["length"]):  # a small call first: one-time initialization
         shape = Shape(**sizes | {"length": length})
         ours, baseline, *_ = library.contestants(shape).values()
         call = library.prepare(ours if is_ours else baseline, library.tensors(shape), backward)

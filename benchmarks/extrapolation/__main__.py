@@ -1,4 +1,4 @@
-"""Trains the four models, evaluates them at all lengths, and draws the losses."""
+"""Train the four models, evaluate them at all lengths, and draw the losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.extrapolation.models import METHODS, VOCAB_SIZE, build
 from benchmarks.extrapolation.training import FULL, MULTIPLES, QUICK, Settings, standard_library, train
 
 PROTOCOLS = {"non_overlapping": "Non-overlapping segments\nall tokens count", "sliding": "Sliding windows\n"}
-# Okabe and Ito's palette, which colour-blind readers can tell apart; markers tell the lines apart in print.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; markers distinguish the lines in print.
 STYLES = {
     "alibi": {"label": "ALiBi", "color": "#0072B2", "marker": "o", "linewidth": 2.8, "zorder": 4},
     "sinusoidal": {"label": "sinusoidal", "color": "#D55E00", "marker": "s"},
@@ -41,7 +41,7 @@ STYLES = {
 def losses_of(model: nn.Module, tokens: Tensor, ends: Tensor, length: int) -> Tensor:
     """Return ``[windows, length]`` losses of the ``length`` tokens before each of ``ends``, float64."""
     found = []
-    for some in ends.split(max(1, 8192 // length)):  # bounds the memory that logits take
+    for some in ends.split(max(1, 8192 // length)):  # limits the memory of logits
         text = tokens[some[:, None] + torch.arange(-length - 1, 0)].long()  # [windows, length + 1]
         logits = model(text[:, :-1])
         found.append(F.cross_entropy(logits.transpose(1, 2), text[:, 1:], reduction="none"))
@@ -49,9 +49,9 @@ def losses_of(model: nn.Module, tokens: Tensor, ends: Tensor, length: int) -> Te
 
 
 def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, Any]:
-    """Return mean losses by length under both protocols, and by position at the longest.
+    """Return mean losses by length under both protocols, and by position at the longest length.
 
-    The tokens after the first ``lengths[-1]``, which serve as context, are predicted at every length.
+    The first ``lengths[-1]`` tokens are context only; the tokens after them are scored at every length.
     """
     first, stride = settings.lengths[-1], settings.stride
     moved = torch.arange(first + stride, len(tokens) + 1, stride)  # where sliding windows end
@@ -60,7 +60,7 @@ def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, 
     for length in settings.lengths:
         segments = torch.arange(first + length, len(tokens) + 1, length)
         found["non_overlapping"][str(length)] = losses_of(model, tokens, segments, length).mean().item()
-        slid = losses_of(model, tokens, moved, length)  # of each window the last ``stride`` tokens count
+        slid = losses_of(model, tokens, moved, length)  # the last ``stride`` tokens of each window are scored
         found["sliding"][str(length)] = slid[:, -stride:].mean().item()
     return found | {"by_position": slid.mean(dim=0).tolist()}
 
@@ -69,7 +69,7 @@ def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, 
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print one table a protocol."""
+    """Print one table per protocol."""
     lengths = results["settings"]["lengths"]
     for protocol, title in PROTOCOLS.items():
         columns = (*map(str, lengths), "change")
@@ -81,7 +81,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write a picture: loss by length under both protocols, and by position in the longest window."""
+    """Draw the loss by length under both protocols, and by position in the longest window."""
     settings, title = results["settings"], results["corpus"]
     length, lengths = settings["train_length"], settings["lengths"]
     figure = Figure(figsize=(13, 4.8), layout="constrained")
@@ -116,7 +116,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def by_half_octave(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions, from 1, and mean losses in bins of equal width on a log scale: single losses are noisy."""
+    """Return positions (from 1) and mean losses in bins of equal width on a log scale, which reduces noise."""
     edges = np.unique(np.ceil(2 ** np.arange(0, np.log2(len(losses)) + 1, 0.5)).astype(int))
     spans = list(pairwise(np.append(edges[edges < len(losses)], len(losses) + 1)))
     centres = np.array([np.sqrt(first * (last - 1)) for first, last in spans])
@@ -124,7 +124,7 @@ def by_half_octave(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(settings: Settings, seed: int, output: Path) -> int:
-    """Train and evaluate all methods, write and show what was found; return 1 if a loss is not finite, else 0."""
+    """Train and evaluate all methods, write and print the results; return 1 if a loss is not finite, else 0."""
     start, machine = time.perf_counter(), harness.machine() | {"threads": torch.get_num_threads()}
     training, held_out = standard_library(settings.corpus_bytes, settings.lengths[-1] + settings.scored)
     methods = {}

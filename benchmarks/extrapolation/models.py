@@ -1,4 +1,4 @@
-"""Four language models that differ in how they know positions, and in nothing else."""
+"""Four language models that differ only in their position method."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from alibi_torch.nn import AlibiConfig, AlibiLanguageModel
 
 VOCAB_SIZE = 256  # bytes
 METHODS = ("alibi", "sinusoidal", "rotary", "none")
-BASE = 10_000.0  # of the wavelengths, in both papers
+BASE = 10_000.0  # The base of the geometric series of wavelengths, in both papers.
 
 
 def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
-    """Return an untrained model. Models of one seed start from the same weights, whatever the method."""
+    """Return an untrained model. Models with the same seed have the same initial weights, whatever the method."""
     torch.manual_seed(seed)
     if method == "alibi":
         return AlibiLanguageModel(config, VOCAB_SIZE)
@@ -28,8 +28,8 @@ def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
 class SinusoidalLanguageModel(AlibiLanguageModel):
     """Add the encoding of each absolute position to the token's embedding.
 
-    Embeddings are multiplied by ``sqrt(embed_dim)``, as in the paper, and have unit variance then; sines and cosines
-    have a mean square of one half, so that neither drowns the other.
+    Embeddings are multiplied by ``sqrt(embed_dim)``, as in the paper, which gives them unit variance; sines and cosines
+    have a mean square of one half, so both have a similar magnitude.
     """
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class SinusoidalLanguageModel(AlibiLanguageModel):
 
 
 class CausalAttention(nn.Module):
-    """Multi-head causal attention without a bias, with the parameters that ``AlibiAttention`` has."""
+    """Multi-head causal attention without a bias, with the same parameters as ``AlibiAttention``."""
 
     def __init__(self, config: AlibiConfig, *, rotary: bool = False) -> None:
         super().__init__()

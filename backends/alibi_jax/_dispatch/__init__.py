@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and how it is differentiated, mapped and divided among devices."""
+"""The choice of an implementation, and the rules by which a call is differentiated, mapped and sharded."""
 
 from alibi_jax._dispatch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
 from alibi_jax._dispatch.choice import Implementation as Implementation

@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why another does not."""
+"""The choice of an implementation for a call, and the reasons why others cannot run it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Implementation = str | TPU
 
 
 def checked(implementation: Any) -> Implementation | None:
-    """Return the argument ``implementation``, checked."""
+    """Validate the argument ``implementation`` and return it."""
     if implementation is None or isinstance(implementation, TPU):
         return implementation
     return checks.one_of("implementation", implementation, IMPLEMENTATIONS)
 
 
 def require_dense(call: AttentionCall, implementation: Implementation | None) -> None:
-    """Check that no other implementation than ``"dense"`` is named, where it alone can run a call."""
+    """Raise if an implementation other than ``"dense"`` is named for a call that only ``"dense"`` can run."""
     if implementation not in (None, "dense"):
         name = name_of(implementation)
         raise NotImplementedError(f"implementation {name!r} {call.dense_only}; 'dense' can run this call")
 
 
 def is_by_rows(call: AttentionCall, implementation: Implementation | None) -> bool:
-    """Whether a call is computed by blocks of queries, as positions of the caller's own and other laws ask for.
+    """Whether a call is computed by blocks of queries: it has its own positions, or a law that is not linear.
 
     Raises:
         NotImplementedError: If the TPU kernel is named for such a call.
@@ -50,10 +50,10 @@ def name_of(implementation: Implementation) -> str:
 
 
 def choose(implementation: Implementation | None, target: Target, operands: Operands) -> Implementation:
-    """Return the implementation that runs: the one named, else the first that can run the call.
+    """Return the implementation that runs: ``implementation``, or by default the first that can run the call.
 
     Raises:
-        NotImplementedError: If the one named cannot.
+        NotImplementedError: If ``implementation`` cannot run the call.
     """
     able = [name for name in IMPLEMENTATIONS if refusal(name, target, operands) is None]
     chosen = able[0] if implementation is None else implementation
@@ -65,7 +65,7 @@ def choose(implementation: Implementation | None, target: Target, operands: Oper
 
 
 def refusal(implementation: Implementation, target: Target, operands: Operands) -> str | None:
-    """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
+    """Return why an implementation cannot run a call, as the predicate of a sentence about it; None if it can."""
     if name_of(implementation) != "tpu":
         return None
     query, mask = operands.query, operands.call.mask

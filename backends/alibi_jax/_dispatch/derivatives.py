@@ -1,9 +1,8 @@
 """Derivatives of attention's primitives.
 
-A first derivative in reverse mode is the backward primitive, in memory linear in the lengths: attention's tangent is a
-primitive of its own, linear in the tangents of tensors and slopes, and its transpose is the backward primitive. JAX
-differentiates dense attention, in memory for all scores, where the tangent itself is computed, in forward mode, and
-where either is differentiated again.
+The tangent of attention is a primitive, linear in the tangents of tensors and slopes; its transpose is the backward
+primitive. So a first derivative in reverse mode runs the backward primitive, in memory linear in the lengths. Forward
+mode (the tangent itself) and second derivatives differentiate dense attention, in memory for all scores.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from alibi_jax._dispatch.primitive import (
 
 @broadcasting
 def dense(call: AttentionCall, *tensors: jax.Array, dropout_key: jax.Array | None = None) -> Any:
-    """Compute a call on heads-first tensors, in operations that JAX differentiates any number of times."""
+    """Compute a call on heads-first tensors by dense attention, which JAX can differentiate any number of times."""
 
     def drop(weights: jax.Array) -> jax.Array:
         kept = jax.random.bernoulli(dropout_key, 1 - call.dropout, weights.shape)
         return jnp.where(kept, weights / (1 - call.dropout), 0)
 
-    # JAX's softmax takes the maximum for a constant. Its derivative asks which scores are equal to it: none are if
-    # the compiler computes them twice, rounded in two ways, and then it divides by zero.
+    # jax.nn.softmax treats the maximum as a constant. The derivative of a plain max compares scores with the maximum;
+    # if XLA computes the scores twice with different rounding, none is equal, and the derivative divides by zero.
     found = dense_attention(call, *map(materialised, tensors), softmax=jax.nn.softmax, drop=drop)
-    # The result is materialised for the sake of its cotangent.
+    # Materialise the result so that its cotangent is materialised, too.
     return (materialised(found[0]), found[1]) if call.return_weights else materialised(found)
 
 
@@ -55,12 +54,12 @@ def _refuse_other_keys(structure: Any, leaves: Any) -> None:
 
 
 def _num_differentiable(operands: Operands) -> int:
-    """Return how many leaves have derivatives: query, key, value, slopes and future slopes, which come first."""
+    """Return the number of differentiable leaves, which come first: query, key, value, slopes and future slopes."""
     return 4 if operands.call.future_slopes is None else 5
 
 
 def _moving_jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    """Return the tangents of a function's results, differentiated by those arguments whose tangents are not zero."""
+    """Return the tangents of a function's results, through the arguments whose tangents are not symbolic zeros."""
     moving = [i for i, tangent in enumerate(tangents) if not is_zero(tangent)]
 
     def of_moving(*values: Any) -> Any:
@@ -71,7 +70,7 @@ def _moving_jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> An
 
 
 def summed_as(gradient: jax.Array, operand: Any) -> jax.Array:
-    """Return the gradient of an operand that all batch entries may share, as slopes."""
+    """Return the gradient summed over the batch if all entries share the operand, as they may share slopes."""
     return gradient if operand.shape[0] == gradient.shape[0] else jnp.sum(gradient, axis=0, keepdims=True)
 
 
@@ -106,7 +105,7 @@ def _run_tangent(_: Any, result: Any, __: Any, *leaves: Any, structure: Any, wan
         given = dict(zip(wanted, moving, strict=True))
         return _dense_of_leaves(structure, *(given.get(i, leaf) for i, leaf in enumerate(leaves)))
 
-    # Slopes that all entries share may have tangents for each.
+    # Shared slopes, [1, num_heads], may have one tangent per batch entry.
     primals = [jnp.broadcast_to(leaves[i], tangent.shape) for i, tangent in zip(wanted, tangents, strict=True)]
     return [jax.jvp(function, primals, list(tangents))[1].astype(result.dtype)]
 

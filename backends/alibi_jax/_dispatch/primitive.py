@@ -1,7 +1,7 @@
 """The forward and the backward pass of attention as primitives of JAX.
 
-A primitive chooses the implementation when it is lowered: only then are the platform, and whether XLA divides the
-program among devices, known. Under ``jax.vmap`` the mapped axis becomes part of the batch.
+A primitive chooses the implementation when it is lowered: only then is it known for which platform it is compiled, and
+whether XLA partitions the program. Under ``jax.vmap`` the mapped axis is merged into the batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from alibi_jax._tpu import TPU
 def forward(
     operands: Operands, implementation: Implementation | None, *, with_log_sum_exps: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return attention's result, of the query's shape and dtype, and its rows' log-sum-exps or None.
+    """Return attention's result, with the query's shape and dtype, and the log-sum-exps of its rows, or None.
 
-    With log-sum-exps, ``[batch, num_heads, q_len]``, the result is of the working dtype. They are +inf for a query that
-    sees no key. Only the backward pass of the same implementation reads them; with ``other_keys``, they are natural
-    logarithms.
+    With log-sum-exps, ``[batch, num_heads, q_len]``, the result has the working dtype. They are +inf for a query that
+    sees no key. Their base depends on the implementation, so only its own backward pass can use them; with
+    ``other_keys`` they are natural logarithms.
     """
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"structure": structure, "implementation": implementation, "with_log_sum_exps": with_log_sum_exps}
@@ -44,10 +44,11 @@ def backward(
     *,
     slopes_too: bool,
 ) -> list[jax.Array]:
-    """Return the gradients of query, key, value and, with ``slopes_too``, of the slopes that the call has.
+    """Return the gradients of query, key, value and, with ``slopes_too``, of the call's slopes and future slopes.
 
-    Those of slopes are ``[batch, num_heads]``. With ``other_keys``, result and log-sum-exps are of all keys together,
-    the latter +inf for queries to leave out, and gradients, in the working dtype, are what these keys add.
+    The gradients of slopes are ``[batch, num_heads]``. With ``other_keys``, result and log-sum-exps cover all keys, the
+    log-sum-exps are +inf for queries to skip, and the gradients, in the working dtype, are the contribution of the
+    operands' keys.
     """
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"structure": structure, "implementation": implementation, "slopes_too": slopes_too}
@@ -55,7 +56,7 @@ def backward(
 
 
 def unpacked(structure: Any, leaves: Any) -> Operands:
-    """Return operands of which ``leaves`` are the arrays, perhaps with a longer batch than before."""
+    """Rebuild operands from their leaves, whose batch may have become longer."""
     operands: Operands = jax.tree.unflatten(structure, leaves)
     return operands.fitted()
 
@@ -87,7 +88,7 @@ def _run_backward(
 
 
 def _all_heads(target: Target) -> bool:
-    """Whether a tile has all heads: a loop over heads could not be divided, and would keep a GPU waiting."""
+    """Whether a tile has all heads: XLA cannot partition a loop over heads, and it would leave a GPU idle."""
     return target.is_partitioned or target.platform != "cpu"
 
 
@@ -114,9 +115,9 @@ def _backward_types(*leaves: Any, structure: Any, slopes_too: bool, **_: Any) ->
 def mapped(
     primitive: Any, types: Callable[..., list[Any]], whole: int, leaves: Any, axes: Any, **parameters: Any
 ) -> Any:
-    """Return what a primitive gives under ``jax.vmap``: its results with the mapped axis first.
+    """Apply a primitive under ``jax.vmap``; return its results with the mapped axis first.
 
-    The first ``whole`` arrays have the whole batch; that of others may have length 1, to stand for all entries.
+    The first ``whole`` arrays have the full batch; the batch axis of others may have length 1 and broadcasts.
     """
     pairs = list(zip(leaves, axes, strict=True))
     size = next(x.shape[axis] for x, axis in pairs if axis is not None)
@@ -129,9 +130,9 @@ def mapped(
         array = array[None] if axis is None else jnp.moveaxis(array, axis, 0)  # [size or 1, batch or 1, ...]
         return jnp.broadcast_to(array, (size, batch, *array.shape[2:])).reshape(size * batch, *array.shape[2:])
 
-    # With spmd_axis_name, mapped arrays vary over mesh axes that others do not.
+    # With spmd_axis_name, mapped arrays vary over more mesh axes than the others.
     arrays = varying_alike([merged(*pair, index < whole) for index, pair in enumerate(pairs)])
-    if size == 0:  # kernels make no tiles of nothing
+    if size == 0:  # kernels cannot run on an empty batch
         results = [jnp.zeros(x.shape, x.dtype) for x in types(*map(jax.typeof, arrays), **parameters)]
     else:
         results = primitive.bind(*arrays, **parameters)

@@ -1,7 +1,8 @@
-"""Attention on arrays whose types say how they are divided among devices.
+"""Attention on sharded arrays.
 
-Inside ``jax.shard_map`` types say which mesh axes arrays vary over; with explicit mesh axes (``AxisType.Explicit``),
-which of their own axes are sharded. With automatic mesh axes they say nothing, and XLA divides the program.
+Inside ``jax.shard_map``, an array's type has the mesh axes that it varies over. With explicit mesh axes
+(``AxisType.Explicit``), the type has the sharding of the array's axes. With automatic mesh axes the type has neither,
+and XLA partitions the program.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from alibi_jax._dispatch.primitive import forward
 
 
 def attend(operands: Operands, implementation: Implementation | None) -> jax.Array:
-    """Return attention; where arrays are explicitly sharded, each device computes its own batch entries and heads.
+    """Return attention; with explicitly sharded arrays, each device computes its own batch entries and heads.
 
     Raises:
-        NotImplementedError: If tokens or features of an explicitly sharded query are divided.
+        NotImplementedError: If an explicitly sharded query is sharded along tokens or features.
     """
     sharding = jax.typeof(operands.query).sharding
     mesh = sharding.mesh
@@ -41,14 +42,14 @@ def attend(operands: Operands, implementation: Implementation | None) -> jax.Arr
         )
 
     def spec(array: Any, has_heads: bool) -> PartitionSpec:
-        """Return how to shard an array: along no axis of length 1, which stands for any length."""
+        """Return the sharding of an array; axes of length 1, which broadcast, are not sharded."""
         wanted = (batch, heads) if has_heads else (batch,)
         return PartitionSpec(*(None if n == 1 else axis for axis, n in zip(wanted, array.shape, strict=False)))
 
     of_call = {name: spec(x, name in ("slopes", "future_slopes", "mask")) for name, x in operands.call.arrays.items()}
     specs = jax.tree.map(lambda x: spec(x, True), operands)._replace(call=replace(operands.call, **of_call))
     operands = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), operands, specs)
-    # jax.vmap may map over mesh axes, which must not be named; no names stand for all axes but those.
+    # Under jax.vmap with spmd_axis_name, mapped mesh axes must not be named; an empty set means all remaining axes.
     names = explicit if len(explicit) < len(mesh.axis_names) else set()
     return jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(batch, heads), axis_names=names)(
         operands

@@ -1,4 +1,4 @@
-"""The backward pass of tiled attention: weights are computed again, block by block, from the log-sum-exps."""
+"""The backward pass of tiled attention: weights are recomputed, block by block, from the log-sum-exps."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ def backward(
     all_heads: bool,
     slopes_too: bool,
 ) -> list[jax.Array]:
-    """Return the gradients of ``sum(result * cotangent)`` by query, key, value and, if asked for, the slopes there are.
+    """Return the gradients of ``sum(result * cotangent)`` for query, key, value and, with ``slopes_too``, the slopes.
 
-    Result and log-sum-exps are those of the forward pass, in the working dtype, as are gradients but the query's. Those
-    of slopes are ``[batch, num_heads]``.
+    ``result`` and ``log_sum_exps`` come from the forward pass, in the working dtype. Gradients have the working dtype,
+    except the query's, which has the query's. Gradients of slopes are ``[batch, num_heads]``.
     """
     with full_precision(operands):
         tiles = Tiles(operands, all_heads)
+        # sum(weights * weight gradients) of each row, [batch, num_heads, q_len], from the result.
         means = jnp.sum(cotangent.astype(tiles.dtype) * result.astype(tiles.dtype), axis=-1)
-        log_sum_exps = tiles.of_queries(log_sum_exps, fill=jnp.inf)  # padding has weights of 0
+        log_sum_exps = tiles.of_queries(log_sum_exps, fill=jnp.inf)  # padding queries get weights of 0
         grad, means = tiles.of_queries(cotangent), tiles.of_queries(means)
-        # With other keys, the gradients of a row's scores need not have the sum 0.
+        # Over a part of the keys, the score gradients of a row do not sum to 0, so there is no residual to remove.
         is_centred = jnp.bool_(False) if tiles.has_other_keys else _have_mean(tiles.key.astype(tiles.dtype))
 
         def step(index: jax.Array, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -51,10 +52,10 @@ def backward(
 
 
 def _have_mean(key: jax.Array) -> jax.Array:
-    """Return whether the mean of all keys is a good part of the keys of any head, from ``[b, h, 1, 1, k, d]``."""
+    """Return whether the mean key of any head is over half as long as the root mean square of its keys' norms."""
     mean = jnp.mean(key, axis=4)
     squares = jnp.mean(jnp.sum(key * key, axis=-1), axis=4)
-    return jnp.any(4 * jnp.sum(mean * mean, axis=-1) > squares)  # not if any is NaN
+    return jnp.any(4 * jnp.sum(mean * mean, axis=-1) > squares)  # False if any is NaN
 
 
 def _add_rows(
@@ -66,19 +67,20 @@ def _add_rows(
     is_centred: jax.Array,
     sums: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Add a step's gradients, of a cotangent ``[b, h, g, q, 1, d]`` and ``means``, its products with the result.
+    """Add a step's gradients to ``sums``, from a cotangent ``[b, h, g, q, 1, d]`` and its products with the result.
 
-    With ``is_centred``, what a row's keys have in common is multiplied by exactly 0 in the gradient of its query.
+    With ``is_centred``, the rounding error that a common mean of the keys multiplies is removed from query gradients.
     """
     scale = tiles.call.scale
     grad = as_matrices(grad.astype(tiles.dtype))  # [b, h, g * q, d]
 
     def add(index: jax.Array, found: dict[str, Any]) -> dict[str, Any]:
         block = tiles.block(rows, index)
-        # No weight exceeds 1, but scores beyond 2**24 are whole numbers, and not the same in each order of summation.
+        # Clamp at 0, as weights are at most 1: scores above 2**24 are rounded to integers, differently from the forward
+        # pass if the order of summation differs.
         weights = jnp.exp(jnp.minimum(block.scores - log_sum_exps, 0))  # [b, h, g, q, k]
         by_weight = jnp.einsum("bhrd,bhkd->bhrk", grad, block.value).reshape(weights.shape)
-        by_score = weights * (by_weight - means)
+        by_score = weights * (by_weight - means)  # the gradient of softmax
         matrix = as_matrices(by_score)  # [b, h, g * q, k]
 
         def add_mean(mean_key: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,6 +95,7 @@ def _add_rows(
         for name, part in (("key", by_key), ("value", by_value)):
             found[name] = tiles.put(found[name], part, block.starts, add=True)
         if "slopes" in found:
+            # `reach` is minus the distance plus a constant per row, which the sum over keys cancels.
             by_slope, axes = by_score * block.reach, (3, 4)
             if "future_slopes" in found:
                 ahead = jnp.where(block.is_ahead, by_slope, 0)
@@ -101,15 +104,15 @@ def _add_rows(
             found["slopes"] = found["slopes"] + jnp.sum(by_slope, axis=axes, keepdims=True)
         return found
 
-    # Sums by key and value go on from step to step; those of queries and slopes begin anew.
+    # Key and value gradients accumulate over steps; query and slope gradients start from 0 in each step.
     start = sums | dict.fromkeys(("query", "mean_key"), jnp.zeros_like(rows.query))
     start["residual"] = jnp.zeros_like(rows.query[..., :1])
     slopes = [name for name in ("slopes", "future_slopes") if name in sums]
     heads = *rows.query.shape[:2], tiles.sizes.tile[2], 1, 1
     start |= {name: jnp.zeros(heads, tiles.dtype) for name in slopes}
     found = lax.fori_loop(0, rows.blocks, add, start)
-    # The gradients of a row's scores have the sum 0, but for rounding: the residual. Remove its product with the mean
-    # key, which may be large.
+    # `residual` is the rounding error of a row's sum of score gradients, which is 0 in exact arithmetic. Remove its
+    # product with the mean key, which may be large.
     by_query = (found["query"] - found.pop("residual") * found.pop("mean_key")) * scale
     found["query"] = tiles.put(sums["query"], by_query, rows.starts)
     for name in slopes:

@@ -13,12 +13,12 @@ from alibi_jax._tiled.tiles import Rows, Tiles, as_matrices, full_precision
 
 
 def forward(operands: Operands, dtype: Any, *, all_heads: bool) -> list[jax.Array]:
-    """Return attention, ``[batch, num_heads, q_len, head_dim]`` of this dtype, and the log-sum-exps of its rows.
+    """Return attention, ``[batch, num_heads, q_len, head_dim]`` in ``dtype``, and the log-sum-exps of its rows.
 
-    These are ``[batch, num_heads, q_len]``, in the working dtype; +inf for a query that sees no key.
+    Log-sum-exps are ``[batch, num_heads, q_len]``, in the working dtype; +inf for a query that sees no key.
 
-    With ``all_heads``, every operation is on all batch entries and heads, which may be distributed among devices: loops
-    go over tiles of queries, and the keys that any head needs. Otherwise each head has its own range of keys.
+    With ``all_heads``, every operation covers all batch entries and heads, so that XLA can partition it: loops run over
+    tiles of queries and the keys that any head needs. Otherwise each head has its own range of keys.
     """
     with full_precision(operands):
         tiles = Tiles(operands, all_heads)
@@ -39,16 +39,16 @@ def _attend(tiles: Tiles, rows: Rows) -> tuple[jax.Array, jax.Array]:
         highest, total, mean = sums
         block = tiles.block(rows, index)
         higher = jnp.maximum(highest, jnp.max(block.scores, axis=-1, keepdims=True))
-        weights = jnp.exp(block.scores - higher)
+        weights = jnp.exp(block.scores - higher)  # [b, h, g, q, k]
         decay = jnp.exp(highest - higher)  # [b, h, g, q, 1]
         total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
         weighted = jnp.einsum("bhrk,bhkd->bhrd", as_matrices(weights), block.value)
         return higher, total, mean * as_matrices(decay) + weighted
 
     shape = *rows.query.shape[:2], *tiles.sizes.tile[2:4], 1
-    lowest = jnp.finfo(tiles.dtype).min  # finite: the weight of a hidden key would be exp(-inf + inf)
+    lowest = jnp.finfo(tiles.dtype).min  # finite: for a masked key, exp(-inf - -inf) would be NaN
     start = jnp.full(shape, lowest, tiles.dtype), jnp.zeros(shape, tiles.dtype), jnp.zeros_like(rows.query)
     highest, total, mean = lax.fori_loop(0, rows.blocks, add, start)
-    attends = total != 0  # NaN is not 0
+    attends = total != 0  # True for NaN, so that it propagates
     total = jnp.where(attends, total, 1)
     return mean / as_matrices(total), jnp.where(attends, highest + jnp.log(total), jnp.inf)

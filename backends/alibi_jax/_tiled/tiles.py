@@ -1,10 +1,10 @@
-"""How attention is cut into tiles, and the scores of a tile of queries with a block of keys.
+"""The division of attention into tiles, and the scores of a tile of queries with a block of keys.
 
-Every array has the axes (batch, key/value head, query head of its group, query, key), and tensors features as a sixth.
-An axis of length 1 stands for any length, so that all arrays broadcast, and are cut, alike.
+Every array has the axes (batch, key/value head, query head of its group, query, key): ``[b, h, g, q, k]``; query, key
+and value have features, ``d``, as a sixth axis. Axes of length 1 broadcast, so all arrays are sliced the same way.
 
-A *job* is one tile of queries, of one head or several, with the blocks of keys that it needs. A *step* of the loop is
-several jobs of one head each, *lanes* along the axis of the batch; or one job of all batch entries and heads.
+A *job* is one tile of queries, of one head or several, with the blocks of keys that it needs. A *step* of the loop runs
+either several jobs of one head each, as *lanes* along the batch axis, or one job of all batch entries and heads.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ from alibi_jax._call import Operands
 from alibi_jax._compatible import materialised
 from alibi_jax._plan import needed_keys
 
-ROWS = 256  # queries of a tile, times heads of a group, at most
-KEYS = 384  # of a block, at most
-FEW_QUERIES = 16  # Up to this many queries, an iteration costs little but its overhead, and blocks are longer:
+ROWS = 256  # A tile has at most this many queries times heads of a group.
+KEYS = 384  # A block has at most this many keys.
+FEW_QUERIES = 16  # Up to this many queries, the overhead of an iteration dominates, so blocks have KEYS_OF_FEW keys.
 KEYS_OF_FEW = 1024
-LANES = 4  # jobs at a time: XLA computes the product of one matrix alone on one core
-SCORES = 2**20  # of short sequences that share a step, about
-PIECE = 16  # Tiles are a multiple of this many tokens, unless they have them all.
-PLAN_KEYS = 64  # keys that the plan takes or leaves together
+LANES = 4  # A step runs this many jobs: XLA uses one core for a single matrix product, several for a batch of them.
+SCORES = 2**20  # Short sequences share a step up to about this many scores.
+PIECE = 16  # Tiles are a multiple of this many tokens, unless one tile has all tokens.
+PLAN_KEYS = 64  # The plan keeps or skips keys in blocks of this many.
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a call is cut, by its shapes alone. Axes as in this module's docstring."""
+    """The sizes of a call's tiles, from its shapes alone. Axes as in this module's docstring."""
 
-    whole: tuple[int, ...]
-    tile: tuple[int, ...]  # of one job; along keys, one of its blocks
-    lanes: int
+    whole: tuple[int, ...]  # the sizes of the call
+    tile: tuple[int, ...]  # the sizes of one job; along keys, of one block
+    lanes: int  # jobs per step
 
     @classmethod
     def of(cls, operands: Operands, all_heads: bool) -> Sizes:
-        """Decide how to cut a call."""
+        """Choose the tile sizes for a call."""
         batch, num_heads, q_len, _ = operands.query.shape
         num_kv_heads, kv_len = operands.key.shape[1:3]
         group = num_heads // num_kv_heads
         rows, keys = _even(q_len, ROWS), _even(kv_len, KEYS_OF_FEW if q_len <= FEW_QUERIES else KEYS)
         whole = batch, num_kv_heads, group, q_len, kv_len
-        if all_heads or not isinstance(batch, int):  # a symbol, in a program exported for any batch
+        if all_heads or not isinstance(batch, int):  # jax.export with a symbolic batch size
             return cls(whole, (batch, num_kv_heads, group, rows, keys), 1)
-        if (rows, keys) == (q_len, kv_len):  # nothing can be left out: several sequences share a step
+        if (rows, keys) == (q_len, kv_len):  # one tile: several sequences share a step
             entries = _divisor(batch, SCORES // (num_heads * q_len * kv_len))
             return cls(whole, (entries, num_kv_heads, group, q_len, kv_len), 1)
+        # Short tiles take several heads of a group, which share keys.
         heads = _divisor(group, ROWS // rows)
         jobs = batch * num_kv_heads * (group // heads) * -(-q_len // rows)
         return cls(whole, (1, 1, heads, rows, keys), min(LANES, jobs))
@@ -66,45 +67,46 @@ class Sizes:
 
 
 def _even(length: int, most: int) -> int:
-    """Return the size of pieces of ``most`` at most that a length is cut into, about evenly."""
+    """Return a tile size of at most ``most`` that divides a length about evenly."""
     size = -(-length // -(-length // most))
     return min(length, most, -(-size // PIECE) * PIECE)
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor that is ``most`` at most, or 1."""
+    """Return the largest divisor of ``number`` that is at most ``most``, or 1."""
     return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(1, most))
 
 
 class Jobs(NamedTuple):
-    """All jobs of a call, int32 ``[steps, lanes]``; those of a step have about as many keys."""
+    """All jobs of a call, int32 ``[steps, lanes]``; jobs of a step have similar numbers of keys."""
 
-    index: jax.Array  # in the grid
-    first: jax.Array  # key
+    index: jax.Array  # flat index in Sizes.grid
+    first: jax.Array  # first key
     stop: jax.Array  # the key after the last
 
 
 def _jobs(operands: Operands, sizes: Sizes) -> Jobs:
-    """Return which keys each job needs, computed on the device."""
+    """Return the jobs with the keys that each needs, computed on the device."""
     count = math.prod(sizes.grid)
     index = jnp.arange(count, dtype=jnp.int32)
     first, stop = jnp.zeros_like(index), jnp.full_like(index, sizes.whole[4])
-    if sizes.tile[4] < sizes.whole[4]:
+    if sizes.tile[4] < sizes.whole[4]:  # several blocks of keys, so that some may be skipped
         needed = needed_keys(operands, sizes.tile[3], PLAN_KEYS)  # [batch, num_heads, tiles]
         is_needed = needed.first < needed.stop
-        # Each of batch, key/value heads and groups as two axes: jobs, and the parts of one job.
+        # Split batch, key/value heads and groups into two axes each: jobs, and entries within a job. Then take the
+        # union of the entries' ranges: [jobs].
         shape = [n for whole, part in zip(sizes.whole[:3], sizes.tile, strict=False) for n in (whole // part, part)]
         first = jnp.where(is_needed, needed.first, sizes.whole[4]).reshape(*shape, -1).min(axis=(1, 3, 5)).ravel()
         stop = jnp.where(is_needed, needed.stop, 0).reshape(*shape, -1).max(axis=(1, 3, 5)).ravel()
-    if sizes.lanes > 1:
+    if sizes.lanes > 1:  # a step takes as long as its longest lane: sort jobs by their number of keys
         index = jnp.argsort(first - stop).astype(jnp.int32)
         first, stop = first[index], stop[index]
-    # Lanes without a job have one without keys. It comes before the job whose place it has, which overwrites it.
+    # Pad at the front with jobs that have no keys. Their index 0 is overwritten by the real job 0, which comes later.
     idle = -count % sizes.lanes
     return Jobs(*(jnp.pad(x, (idle, 0)).reshape(-1, sizes.lanes) for x in (index, first, stop)))
 
 
-Starts = tuple[jax.Array, ...]  # where lanes begin along each axis, int32 [lanes] each
+Starts = tuple[jax.Array, ...]  # for each axis, the start of each lane: int32 [lanes]
 
 
 class Rows(NamedTuple):
@@ -112,14 +114,14 @@ class Rows(NamedTuple):
 
     starts: Starts
     first: jax.Array  # [lanes, 1, 1, 1, 1]: the first key that each job needs
-    stop: jax.Array  # [lanes, 1, 1, 1, 1]: and the one after the last
-    blocks: jax.Array  # []: blocks of keys of the job that has the most
+    stop: jax.Array  # [lanes, 1, 1, 1, 1]: the key after the last
+    blocks: jax.Array  # []: the largest number of key blocks of a job
     query: jax.Array  # [b, h, g * q, d], working dtype
-    slopes: jax.Array
-    future_slopes: jax.Array | None
-    positions: jax.Array
-    ids: jax.Array | None
-    nearest: jax.Array  # tokens to the nearest key that a query sees, from which distances are counted
+    slopes: jax.Array  # [b or 1, h, g, 1, 1]
+    future_slopes: jax.Array | None  # as slopes
+    positions: jax.Array  # [b or 1, 1, 1, q, 1]
+    ids: jax.Array | None  # [b or 1, 1, 1, q, 1]
+    nearest: jax.Array  # distance of the nearest visible key, which is subtracted from the distances of a row
 
 
 class Block(NamedTuple):
@@ -128,16 +130,16 @@ class Block(NamedTuple):
     starts: Starts
     key: jax.Array  # [b, h, k, d], working dtype
     value: jax.Array  # [b, h, k, d]
-    scores: jax.Array  # [b, h, g, q, k]; -inf where a key is hidden
-    reach: jax.Array  # [b, h or 1, g or 1, q, k]: by which slopes are multiplied, minus distance plus a constant a row
-    is_ahead: jax.Array  # whether the key lies after the query
+    scores: jax.Array  # [b, h, g, q, k]; -inf where a key is masked
+    reach: jax.Array  # [b, h or 1, g or 1, q, k]: the factor of slopes, nearest distance of the row minus distance
+    is_ahead: jax.Array  # True if the key is after the query
 
 
 class Tiles:
-    """The arrays of a call, and how to cut them."""
+    """The arrays of a call with common axes, and functions that slice them for a step."""
 
     def __init__(self, operands: Operands, all_heads: bool) -> None:
-        """Give all arrays the same axes, and plan the jobs."""
+        """Reshape all arrays to the same axes, and plan the jobs."""
         call, sizes = operands.call, Sizes.of(operands, all_heads)
         batch, num_kv_heads, group, _, kv_len = sizes.whole
         self.call, self.sizes, self.dtype = call, sizes, call.working_dtype
@@ -158,10 +160,11 @@ class Tiles:
             heads = (1, 1) if call.mask.shape[1] == 1 else (num_kv_heads, group)
             mask = call.mask.reshape(-1, *heads, *call.mask.shape[2:])
             self.mask = mask if mask.shape[3] == 1 else self._padded(mask)
+        # If every query's own key exists and is visible, its nearest key is at distance 0.
         is_inside = not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len
         is_plain = call.every_query_attends and is_inside
         has_rules = call.mask is not None or call.q_segment_ids is not None
-        # Whether the nearest key that a query sees is to be looked for among those that are not hidden.
+        # True if a mask or segments may hide the nearest key, so that _nearest_keys must search for it.
         self.has_hidden_keys = has_rules and not (self.has_other_keys or is_plain)
 
     def of_queries(self, array: jax.Array, fill: float = 0) -> jax.Array:
@@ -179,24 +182,24 @@ class Tiles:
         return jnp.pad(array, widths, constant_values=fill) if missing else array
 
     def cut(self, array: Any, starts: Starts) -> Any:
-        """Return the parts of an array that a step has, its lanes along the batch; None of None.
+        """Return a step's slices of an array, its lanes along the batch axis; None for None.
 
-        Nothing is cut along an axis that a job has as a whole: it may be distributed among devices.
+        Axes that a job covers entirely are not sliced: they may be sharded among devices.
         """
         if array is None:
             return None
         sizes = self._part(array)
         if sizes != array.shape or self.sizes.lanes > 1:
             if array.dtype.itemsize == 2:
-                # XLA on CPUs widens low precision before it cuts, the whole array, ahead of the loop, unless the array
-                # seems to depend on the loop's index.
+                # XLA on CPUs would hoist the cast to float32 of the entire array out of the loop. The barrier makes the
+                # array depend on the loop's index.
                 array, starts = lax.optimization_barrier((array, starts))
             parts = [lax.dynamic_slice(array, self._begin(array, starts, i), sizes) for i in range(self.sizes.lanes)]
             array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
         return materialised(array) if array.ndim == 6 else array
 
     def put(self, array: jax.Array, parts: jax.Array, starts: Starts, *, add: bool = False) -> jax.Array:
-        """Write the parts of a step's lanes into an array, or add them to it."""
+        """Write the slices of a step's lanes into an array, or add them to it."""
         sizes = self._part(array)
 
         def put_lane(lane: Any, array: jax.Array) -> jax.Array:
@@ -220,8 +223,9 @@ class Tiles:
         return [x[lane] if n > size else np.int32(0) for n, size, x in pairs] + [np.int32(0)] * (array.ndim - 5)
 
     def rows(self, step: jax.Array) -> Rows:
-        """Return the queries of a step."""
+        """Return the queries of a step, with slopes, positions and segment ids."""
         index, first, stop = (x[step] for x in self.jobs)  # [lanes]
+        # From a job's flat index to its place in the grid, and to its first element along each axis.
         grid_places = jnp.unravel_index(index, self.sizes.grid)
         starts = [x.astype(jnp.int32) * size for x, size in zip(grid_places, self.sizes.tile, strict=False)]
         starts = (*starts, jnp.zeros_like(index))
@@ -229,6 +233,7 @@ class Tiles:
         offset = self.cut(self.q_offset, starts) if self.call.has_offset_array else self.q_offset
         positions = starts[3].reshape(-1, 1, 1, 1, 1) + tile + offset
         last = self.call.kv_len - 1
+        # Distance to the nearest key if a query is before the first key or after the last one.
         outside = jnp.maximum(jnp.maximum(-positions, positions - last), 0)
         rows = Rows(
             starts,
@@ -243,7 +248,7 @@ class Tiles:
         return rows._replace(nearest=self._nearest_keys(rows)) if self.has_hidden_keys else rows
 
     def block(self, rows: Rows, index: jax.Array) -> Block:
-        """Return a block of keys with its scores."""
+        """Return block ``index`` of a step's keys, with its scores."""
         starts, away, visible = self._pairs(rows, index)
         # [b, h, 1, 1, k, d] becomes [b, h, k, d]
         key, value = (self.cut(x, starts).astype(self.dtype)[:, :, 0, 0] for x in (self.key, self.value))
@@ -251,7 +256,7 @@ class Tiles:
         slopes = rows.slopes
         if rows.future_slopes is not None:
             slopes = jnp.where(is_ahead, rows.future_slopes, slopes)
-        # Not the query times the scale: XLA makes 0 of subnormal numbers, and a tiny product would become one.
+        # Scale the scores, not the query: XLA flushes subnormal numbers to 0, and scaled tiny queries may be subnormal.
         products = jnp.einsum("bhrd,bhkd->bhrk", rows.query, key).reshape(*self._grouped(rows), -1) * self.call.scale
         return Block(starts, key, value, jnp.where(visible, products + slopes * reach, -jnp.inf), reach, is_ahead)
 
@@ -259,11 +264,11 @@ class Tiles:
         return *rows.query.shape[:2], *self.sizes.tile[2:4]
 
     def _pairs(self, rows: Rows, index: jax.Array) -> tuple[Starts, jax.Array, jax.Array]:
-        """Return where a block begins, how far its keys are behind the queries, and which of them these see."""
+        """Return a block's starts, query minus key positions, ``[b, 1, 1, q, k]``, and the visibility of each pair."""
         size = self.sizes.tile[4]
         wanted = rows.first + index * size
-        # No block reaches beyond the last key: it rather begins with keys of the block before, which do not count.
-        begin = jnp.minimum(wanted, self.call.kv_len - size)
+        # The last block ends at the last key, so it may begin with keys of the block before; these are masked.
+        begin = jnp.minimum(wanted, self.call.kv_len - size)  # [lanes, 1, 1, 1, 1]
         positions = begin + jnp.arange(size, dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
         starts = *rows.starts[:4], begin.ravel()
         away = rows.positions - positions
@@ -277,10 +282,10 @@ class Tiles:
         return starts, away, visible if self.mask is None else visible & self.cut(self.mask, starts)
 
     def _nearest_keys(self, rows: Rows) -> jax.Array:
-        """Return the distance of the nearest key that each query sees, found in a first pass over the blocks."""
+        """Return the distance of each query's nearest visible key, from a first pass over the blocks."""
 
         def nearest(index: Any) -> list[jax.Array]:
-            """Return how far the nearest keys of a block are, behind or at each query, and ahead of it."""
+            """Return the distances of a block's nearest visible keys, at or before each query, and after it."""
             _, away, visible = self._pairs(rows, index)
             sides = visible & (away >= 0), visible & (away < 0)
             return [jnp.min(jnp.where(x, jnp.abs(away), MAX_POSITION), axis=-1, keepdims=True) for x in sides]
@@ -289,17 +294,17 @@ class Tiles:
         behind, ahead = lax.fori_loop(0, rows.blocks, lambda i, x: list(map(jnp.minimum, x, nearest(i))), start)
         found = jnp.minimum(behind, ahead)
         hidden = found == MAX_POSITION
-        if self.future_slopes is not None:  # slopes of two kinds in a row: no distance is worth the same everywhere
+        if self.future_slopes is not None:  # with two slopes in a row, subtracting a distance is no constant
             hidden |= (behind < MAX_POSITION) & (ahead < MAX_POSITION)
         return jnp.where(hidden, 0, found)
 
 
 def as_matrices(rows: jax.Array) -> jax.Array:
-    """Return ``[b, h, g, q, ...]`` as ``[b, h, g * q, n]``; of more axes XLA would make transposed copies."""
+    """Return ``[b, h, g, q, ...]`` as ``[b, h, g * q, n]``: for products with more axes, XLA would transpose copies."""
     return rows.reshape(*rows.shape[:2], rows.shape[2] * rows.shape[3], -1)
 
 
 def full_precision(operands: Operands) -> contextlib.AbstractContextManager[object]:
-    """Return a context where products of float32 tensors are float32 products, which accelerators otherwise shorten."""
+    """Return a context with full float32 products for float32 tensors; accelerators use lower precision by default."""
     is_low = operands.query.dtype.itemsize == 2
     return contextlib.nullcontext() if is_low else jax.default_matmul_precision("highest")

@@ -1,8 +1,8 @@
-"""The TPU kernel's backward pass: one kernel for the gradients of keys and values, one for those of queries.
+"""The TPU kernel's backward pass: one kernel for the gradients of keys and values, one for the gradients of queries.
 
-Each computes the weights again, from the scores and the forward pass's log-sum-exps. In the first, programs are blocks
-of keys that walk over the blocks of queries that need them, and scores have keys along their rows, queries along their
-columns; the second goes the forward pass's way.
+Each recomputes the weights from scores and the forward pass's log-sum-exps. In the first kernel, a program has one
+block of keys and loops over the blocks of queries that need it; scores have keys along rows and queries along columns.
+The second kernel is organised as the forward pass: a program has one block of queries.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from alibi_jax._tpu.tables import FIELDS, OFFSET, Inputs
 from alibi_jax._tpu.walk import query_specs, run, walk, walk_over_keys
 
 LOG_SUM_EXP, DELTA = 0, 1  # rows of the statistics
-# Sums for each query, spread over lanes: of score gradients and of weights, both times distances, and of the former.
+# Sums for each query, partial in each lane: score gradients times distances, weights times distances (for keys on each
+# side), and score gradients.
 SLOPE_SUMS = ("behind", "ahead", "mean_behind", "mean_ahead", "residual")
-ROUNDING_SUMS = ("weight", "excess")  # of weights, and of the rounding errors of score gradients
+ROUNDING_SUMS = ("weight", "excess")  # sums of weights, and of the rounding errors of score gradients
 
 
 def backward_of_keys(
@@ -33,8 +34,8 @@ def backward_of_keys(
 ) -> list[jax.Array]:
     """Return the gradients of keys and values, ``[batch * num_kv_heads, padded kv_len, head_dim]``.
 
-    ``turned`` is from ``queries_of_keys``. ``statistics``, ``[batch * num_heads, 2, padded q_len]`` float32, are
-    log-sum-exps, and the sums of cotangent times result. The cotangent is laid out as the query.
+    ``turned`` comes from ``queries_of_keys``. ``statistics``, ``[batch * num_heads, 2, padded q_len]`` float32, are
+    log-sum-exps and ``sum(cotangent * result)``. The cotangent has the query's layout.
     """
     batch_heads, _, head_dim = inputs.key.shape
     of_block = pl.BlockSpec((1, shape.kv_block, head_dim), lambda n, j, _: (n, j, 0))
@@ -69,7 +70,7 @@ def backward_of_keys(
         "d_key": pltpu.VMEM((shape.kv_block, head_dim), jnp.float32),
         "d_value": pltpu.VMEM((shape.kv_block, head_dim), jnp.float32),
     }
-    # A block's gradients may take the place of its keys and values, which no other block's programs read.
+    # A block's gradients may overwrite its keys and values: no other block's program reads them.
     aliases = {"key": "out_key", "value": "out_value"}
     grid = batch_heads, shape.kv_blocks, shape.group
     kernel = partial(_kernel_of_keys, shape)
@@ -79,9 +80,11 @@ def backward_of_keys(
 def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
     table, slopes = refs.table, refs.slopes
     n, block, member = (pl.program_id(axis) for axis in range(3))
+    # This program's range of query blocks, and the next program's.
     item = block * shape.group + member
     first, stop, *following = (refs.turned[0, 0, 2 * item + field] for field in range(4))
 
+    # The first head of the group clears the sums; the last one writes them out.
     @pl.when(member == 0)
     def _() -> None:
         for sums in (refs.d_key, refs.d_value):
@@ -89,7 +92,7 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
 
     def pairs(of_query: Any, of_next: bool) -> list[Any]:
         at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), shape.q_block)
-        # The next program is of the next head that shares these keys, or of the first with the next block of keys.
+        # The next program has the next head of the group, or the first head with the next block of keys.
         own = member if not of_next else jnp.where(member + 1 == shape.group, 0, member + 1)
         head = n * shape.group + own
         found = [
@@ -118,7 +121,7 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
             scores = product(refs.key[0], queries, (1, 1))  # [kv_block, q_block]
             weights = _weights(shape, scores, bias, rows[LOG_SUM_EXP : LOG_SUM_EXP + 1])
             refs.d_value[...] += product(weights.astype(cotangents.dtype), cotangents, (1, 0))
-            d_weights = product(refs.value[0], cotangents, (1, 1))
+            d_weights = product(refs.value[0], cotangents, (1, 1))  # [kv_block, q_block]
             d_scores = weights * (d_weights - rows[DELTA : DELTA + 1])
             refs.d_key[...] += product(d_scores.astype(queries.dtype), queries, (1, 0))
 
@@ -138,8 +141,8 @@ def backward_of_queries(
 ) -> list[jax.Array]:
     """Return the gradient of queries, ``[batch * num_heads, padded q_len, head_dim]``.
 
-    With ``slopes_too`` also, for keys behind and for keys ahead, ``[batch * num_heads, 1, LANES * q_blocks]`` float32
-    each, whose sums are the gradients of the slopes.
+    With ``slopes_too``, also return two arrays ``[batch * num_heads, 1, LANES * q_blocks]`` float32, for keys behind
+    and for keys ahead. Their sums over the last axis are the gradients of the slopes.
     """
     batch_heads, _, head_dim = inputs.query.shape
     operands, of_block, scratch = query_specs(shape, inputs)
@@ -163,11 +166,11 @@ def backward_of_queries(
 
 
 def _have_mean(key: jax.Array, kv_len: int) -> jax.Array:
-    """Return whether a mean that all keys of a head have in common is a good part of them, ``[heads, 1, 1]`` int32."""
+    """Return, ``[heads, 1, 1]`` int32, whether a mean key is over half as long as the root mean square of its keys."""
     keys = key.astype(jnp.float32)
-    squares = jnp.sum(keys * keys, axis=(1, 2)) / kv_len  # keys that are not there are 0
+    squares = jnp.sum(keys * keys, axis=(1, 2)) / kv_len  # padding is 0
     mean = jnp.sum(keys, axis=1) / kv_len
-    return (4 * jnp.sum(mean * mean, axis=1) > squares).astype(jnp.int32)[:, None, None]  # not if any is NaN
+    return (4 * jnp.sum(mean * mean, axis=1) > squares).astype(jnp.int32)[:, None, None]  # 0 if any is NaN
 
 
 def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
@@ -192,11 +195,12 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
 
         @where_keys_have_a_mean
         def _() -> None:
-            # The gradients of a row's scores have the sum 0, but for rounding. With other keys, they need not.
+            # Without other keys, the sum of a row's score gradients is 0 in exact arithmetic, so the sum of the rounded
+            # ones is the rounding error. With other keys it is not, so subtract the unrounded ones.
             excess = rounded.astype(jnp.float32)
             refs.excess[...] += _by_lane(excess - d_scores if shape.has_other_keys else excess)
             refs.weight[...] += _by_lane(weights)
-            low = jnp.bfloat16  # has digits enough for a mean that is multiplied by a rounding error
+            low = jnp.bfloat16  # precise enough, as the mean key is multiplied by a rounding error
             refs.mean_key[...] += product(weights.astype(low), keys.astype(low), (1, 0))
 
         if slopes_too:
@@ -215,15 +219,15 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
 
     @where_keys_have_a_mean
     def _() -> None:
-        # A mean that all keys have in common multiplies the sum of the rounding errors of a row's score gradients. The
-        # mean of the keys that the row sees, by weight, has as much of it.
+        # A common mean of all keys multiplies the rounding error of a row's sum of score gradients. Remove this product
+        # with the row's weighted mean key, which contains the common mean.
         weight, excess = (jnp.sum(x[...], axis=1)[:, None] for x in (refs.weight, refs.excess))
         refs.d_query[...] -= excess * (refs.mean_key[...] / jnp.where(weight == 0, ONE, weight))
 
     refs.out_query[0] = (refs.d_query[...] * shape.call.scale).astype(refs.out_query.dtype)
     if slopes_too:
-        # The gradients of a row's scores have the sum 0, but for rounding of delta, which shifts each by its weight,
-        # and which distances multiply. With other keys, the sum need not be 0.
+        # A row's score gradients sum to 0 except for the rounding of delta, which shifts each by its weight times
+        # `residual`; distances multiply this shift, so remove it. With other keys the sum is not 0.
         residual = ZERO if shape.has_other_keys else jnp.sum(refs.residual[...], axis=1)[:, None]
         residual = jnp.broadcast_to(residual, refs.residual.shape)
         refs.out_behind[0] = jnp.sum(refs.behind[...] + residual * refs.mean_behind[...], axis=0, keepdims=True)
@@ -231,16 +235,16 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
 
 
 def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> Any:
-    """Return what softmax made of scores; ``log_sum_exps`` is a row, or ``[q_block, LANES]``."""
+    """Return the softmax weights of scores; ``log_sum_exps`` is ``[1, q_block]`` or ``[q_block, LANES]``."""
     logits = scores * (shape.call.scale * LOG2_E) + bias.keys
     subtracted = log_sum_exps if bias.queries is None else log_sum_exps - bias.queries
     if subtracted.shape[0] > 1:
         subtracted = lanes(subtracted, shape.kv_block)
-    # No weight exceeds 1, but large scores are rounded in another way in each order of summation.
+    # Clamp at 0, as weights are at most 1: large scores may be rounded differently than in the forward pass.
     weights = jnp.exp2(jnp.minimum(logits - subtracted, ZERO))
     return weights if bias.visible is None else jnp.where(bias.visible, weights, ZERO)
 
 
 def _by_lane(array: Any) -> Any:
-    """Return the sums over all blocks of ``LANES`` columns."""
+    """Sum ``[n, width]`` to ``[n, LANES]``: column ``i`` goes to lane ``i % LANES``."""
     return sum((array[:, at : at + LANES] for at in range(LANES, array.shape[1], LANES)), start=array[:, :LANES])

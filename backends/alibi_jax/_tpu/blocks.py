@@ -1,12 +1,12 @@
 """The bias and the mask of one block of scores.
 
-Scores are in powers of two: ``log2(e)`` is part of the scale and the slopes, because a TPU's exponential is ``2**x``.
+Scores are in base 2: ``log2(e)`` is part of the scale and the slopes, because a TPU's exponential is ``2**x``.
 
-The bias of query ``i`` and key ``j`` is formed from positions, in float32, in one of two ways. In a block that lies
-before (or after) all its queries a row of numbers, ``slope * (j - base)``, is added to the scores, with ``base`` the
-position of a key near the block of queries, and ``-slope * (i - base)``, constant along each row, to each row's maximum
-instead. Both are small where weights are large, so no digits are lost. Only where the diagonal crosses a block is the
-distance formed for each pair.
+The bias of query ``i`` and key ``j`` is formed from positions, in float32, in one of two ways. If all keys of a block
+are before (or after) all queries, ``slope * (j - base)``, one number per key, is added to the scores, and
+``-slope * (i - base)``, one number per query, to each row's maximum. ``base`` is the position of a key near the
+queries, so both numbers are small where weights are large, and no digits are lost. Only if the diagonal crosses the
+block is the distance formed for each pair.
 """
 
 from __future__ import annotations
@@ -20,41 +20,42 @@ import numpy as np
 from alibi_jax._tpu.shape import LANES, KernelShape
 
 LOG2_E = 1.4426950408889634
-# Numbers that are float32 also where float64 is enabled, which the kernels' compiler lacks.
-HIDDEN = np.float32(-1e30)  # the score of a masked key: finite, so that differences of two are no NaN
+# NumPy float32 scalars: with jax_enable_x64, Python floats would become float64, which the TPU compiler lacks.
+HIDDEN = np.float32(-1e30)  # the score of a masked key; finite, because inf - inf is NaN
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
 class Place(NamedTuple):
-    """Where a block of scores is: scalars, in tokens."""
+    """The positions of a block of scores: scalars, in tokens."""
 
     q_start: Any  # position of the block's first query
     kv_start: Any  # position of its first key
-    base: Any  # position that others are counted from
+    base: Any  # origin of relative positions
 
 
 class Bias(NamedTuple):
-    """How one block's scores become logits: ``scores * scale + keys + queries``."""
+    """The bias of one block; logits are ``scores * scale + keys + queries``."""
 
-    keys: Any  # a number for each key, or for each pair
-    queries: Any | None  # a number for each query, which may be added where it costs least; None for zeros
-    visible: Any | None  # where a query may look; None for everywhere
+    keys: Any  # one number per key, or per pair
+    queries: Any | None  # one number per query, to be added to the row's maximum; None for zeros
+    visible: Any | None  # booleans per pair; None if all are visible
 
 
 class Branch(NamedTuple):
-    """One way to treat a block, and when it applies."""
+    """One way to compute a block, and the condition for it."""
 
-    applies: Any  # scalar boolean
-    side: str  # "past", "future" or "both": where its keys are, seen from its queries
-    is_masked: bool
+    applies: Any  # scalar boolean, traced
+    side: str  # the keys are before ("past") or after ("future") all queries, or "both"
+    is_masked: bool  # whether pairs may be masked
 
 
 def branches(shape: KernelShape, place: Place) -> list[Branch]:
-    """Return the ways to treat a block, of which exactly one applies: cheap ones where nothing is to be masked."""
+    """Return the possible branches for a block, cheap ones for blocks without masked pairs; exactly one applies."""
     q_last, kv_last = place.q_start + shape.q_block - 1, place.kv_start + shape.kv_block - 1
+    # Segments may mask any pair, so one general branch serves all blocks.
     if shape.has_segments:
         return [Branch(True, "both", True)]
-    whole = kv_last < shape.call.kv_len
+    whole = kv_last < shape.call.kv_len  # no padding among the keys
     past, future = kv_last <= place.q_start, place.kv_start >= q_last
     if shape.call.window_size is not None:
         past &= q_last - place.kv_start <= shape.call.window_size
@@ -73,11 +74,11 @@ def branches(shape: KernelShape, place: Place) -> list[Branch]:
 def bias_of(
     shape: KernelShape, branch: Branch, place: Place, slopes: tuple[Any, Any], own: Any, ids: Any, q_axis: int
 ) -> Bias:
-    """Return what turns a block's scores into logits.
+    """Return a block's bias.
 
-    Slopes are scalars, for keys behind and ahead, times log2(e); own positions are from :func:`own_positions`, one
-    column or row, or several that are the same; ids tell, for each pair, whether segments are equal. Queries are along
-    ``q_axis`` of the block, 0 or 1, keys along the other.
+    ``slopes`` are scalars, for keys behind and ahead, times log2(e). ``own`` comes from :func:`own_positions`: a row,
+    or equal columns. ``ids`` are booleans per pair, True if the segments are equal. Queries are along ``q_axis`` of the
+    block, 0 or 1, keys along the other axis.
     """
     if branch.side == "both":
         behind = distances(shape, place, own, q_axis)
@@ -90,10 +91,11 @@ def bias_of(
 
 
 def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], size: tuple[int, int], axis: int) -> Any:
-    """Return the positions of a block's queries, less the base, as float32 of a size, along one of its two axes.
+    """Return the positions of a block's queries minus the base, as float32 ``size``, varying along ``axis``.
 
-    Of a query that stands beyond the keys it needs, whose first and last positions are ``limits``, the position of the
-    nearest of them: the rest of the way is the same for all, unless there are other keys besides.
+    ``limits`` are the positions of the first and last needed keys. A query outside of them is moved to the nearer one:
+    this changes all distances of its row by a constant, which cancels in softmax. With other keys, which need the true
+    distances too, it is not moved.
     """
     positions = jax.lax.broadcasted_iota(jnp.int32, size, axis) + place.q_start
     positions = positions if shape.has_other_keys else jnp.clip(positions, *limits)
@@ -101,12 +103,12 @@ def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], siz
 
 
 def distances(shape: KernelShape, place: Place, own: Any, q_axis: int) -> Any:
-    """Return how far keys are behind queries, float32 for each pair, negative where they are ahead."""
+    """Return query minus key position for each pair, float32; negative if the key is ahead."""
     return lanes(own, shape.kv_block) - _keys(shape, place, 1) if q_axis == 0 else own - _keys(shape, place, 0)
 
 
 def _keys(shape: KernelShape, place: Place, axis: int) -> Any:
-    """Return the positions of a block's keys, less the base: float32, ``[kv_block, 1]`` or ``[1, kv_block]``."""
+    """Return the positions of a block's keys minus the base: float32, ``[kv_block, 1]`` or ``[1, kv_block]``."""
     size = (shape.kv_block, 1) if axis == 0 else (1, shape.kv_block)
     return (jax.lax.broadcasted_iota(jnp.int32, size, axis) + (place.kv_start - place.base)).astype(jnp.float32)
 
@@ -114,7 +116,7 @@ def _keys(shape: KernelShape, place: Place, axis: int) -> Any:
 def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
     size = (shape.q_block, shape.kv_block) if q_axis == 0 else (shape.kv_block, shape.q_block)
     queries, keys = (jax.lax.broadcasted_iota(jnp.int32, size, axis) for axis in (q_axis, 1 - q_axis))
-    behind = queries - keys  # but for where the block is
+    behind = queries - keys  # distance within the block; `shift` adds the block's place
     shift = place.kv_start - place.q_start
     visible = keys < shape.call.kv_len - place.kv_start
     if shape.call.is_causal:
@@ -126,17 +128,17 @@ def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
 
 
 def quotient(number: Any, divisor: int) -> Any:
-    """Return ``number // divisor`` of what is not negative: int32 whatever is enabled, without asking for a sign."""
+    """Return ``number // divisor`` for a non-negative number: int32 also with x64, and without sign handling."""
     return jax.lax.div(number, jnp.int32(divisor))
 
 
 def column_of(row: Any) -> Any:
-    """Return ``[1, n]`` as ``[n, LANES]``, each lane the same: what varies along the rows of a block."""
+    """Transpose ``[1, n]`` to ``[n, LANES]`` with equal lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def lanes(column: Any, width: int) -> Any:
-    """Return ``[n, LANES]``, each lane the same, ``width`` wide."""
+    """Resize ``[n, LANES]`` with equal lanes to ``[n, width]``."""
     if width <= LANES:
         return column[:, :width]
     whole = jnp.concatenate([column] * -(-width // LANES), axis=1)
@@ -144,7 +146,7 @@ def lanes(column: Any, width: int) -> Any:
 
 
 def product(one: Any, other: Any, contract: tuple[int, int]) -> Any:
-    """Return the float32 product of two matrices along these axes, float32 ones to their full precision."""
+    """Return the float32 product of two matrices, contracted along these axes; at full precision for float32."""
     precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(one, other, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""The TPU kernel's forward pass: one program a block of queries, which walks over the blocks of keys it needs."""
+"""The TPU kernel's forward pass: one program per block of queries, which loops over the needed blocks of keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from alibi_jax._tpu.walk import query_specs, run, walk_over_keys
 
 
 def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> list[jax.Array]:
-    """Return the result ``[batch * num_heads, padded q_len, head_dim]`` and its rows' log-sum-exps.
+    """Return the result ``[batch * num_heads, padded q_len, head_dim]`` and, if requested, its rows' log-sum-exps.
 
-    These are ``[batch * num_heads, 1, padded q_len]`` float32, in powers of two, of logits as the kernels form them;
-    +inf for a query that sees no key; only if asked for, as they take memory. With them, for a backward pass,
-    the result is float32.
+    Log-sum-exps are ``[batch * num_heads, 1, padded q_len]`` float32, in base 2, of the logits that the kernels form;
+    +inf for a query that sees no key. With them, for a backward pass, the result is float32.
     """
     batch_heads, q_padded, head_dim = inputs.query.shape
     operands, of_queries, scratch = query_specs(shape, inputs)
@@ -37,24 +36,23 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> list
     def kernel(refs: Any) -> None:
         _attend_to_all(shape, refs)
         weight = jnp.broadcast_to(jnp.sum(refs.total[...], axis=1)[:, None], refs.total.shape)
-        sees = weight != 0  # NaN is not 0
+        sees = weight != 0  # True for NaN, so that it propagates
         refs.result[0] = (refs.sums[...] / lanes(jnp.where(sees, weight, ONE), head_dim)).astype(dtype)
         if with_log_sum_exps:
             logarithms = refs.largest[...] + jnp.log2(jnp.where(sees, weight, ONE))
             refs.log_sum_exps[0] = jnp.where(sees, logarithms, np.float32(jnp.inf)).T[:1]
 
-    # A block of the result may take the place of its queries, which no other program reads and, without a backward
-    # pass, nothing else does either.
+    # A block of the result may overwrite its queries: no other program reads them, nor does a backward pass.
     aliases = {} if with_log_sum_exps else {"query": "result"}
     grid = batch_heads, shape.q_blocks
     return run("alibi_forward", kernel, shape, grid, operands, results, scratch, aliases)
 
 
 def _attend_to_all(shape: KernelShape, refs: Any) -> None:
-    """Sum up the softmax of a block of queries.
+    """Accumulate the online softmax of a block of queries in scratch memory.
 
-    That is, in each lane, ``largest``, the largest logit so far, and ``total``, a part of the weights, both ``[q_block,
-    LANES]``; and ``sums``, the weighted values, ``[q_block, head_dim]``.
+    ``largest`` is the largest logit so far, equal in all lanes, and ``total`` the sum of weights, partial in each lane,
+    both ``[q_block, LANES]``; ``sums`` are the weighted values, ``[q_block, head_dim]``.
     """
     largest, total, sums = refs.largest, refs.total, refs.sums
     largest[...] = jnp.full_like(largest, HIDDEN)
@@ -74,10 +72,11 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
         subtracted = now if bias.queries is None else now - bias.queries
         weights = jnp.exp2(logits - lanes(subtracted, shape.kv_block))
         if bias.visible is not None:
-            # In a row that has seen nothing yet, all logits are HIDDEN, and their weights 1.
+            # In a row without a visible key so far, all logits are HIDDEN, and their weights would be 1.
             weights = jnp.where(bias.visible, weights, ZERO)
+        # Rescale the sums so far to the new maximum.
         decay = jnp.exp2(before - now)
-        # Rounded before they are summed, too, or what all values have in common would not come back whole.
+        # Sum the rounded weights, because the product uses them: then the mean of equal values is exact.
         rounded = weights.astype(values.dtype)
         weights = rounded.astype(jnp.float32)
         parts = (weights[:, at : at + LANES] for at in range(0, shape.kv_block, LANES))

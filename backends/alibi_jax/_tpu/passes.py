@@ -1,4 +1,4 @@
-"""ALiBi attention as a TPU kernel: both passes, from a call's operands to its results."""
+"""Forward and backward pass by the TPU kernels, from a call's operands to its results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LN_2 = math.log(2)
 
 
 def forward(operands: Operands, options: TPU, *, with_log_sum_exps: bool) -> list[jax.Array]:
-    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and log-sum-exps for the backward pass if asked for.
+    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and if requested log-sum-exps for the backward pass.
 
-    Those are in powers of two, as the kernels have them, but natural logarithms where queries have other keys.
+    Log-sum-exps are in base 2, as in the kernels; with ``other_keys`` they are natural logarithms.
     """
     shape = KernelShape.of(operands, options)
     result, *rest = forward_kernel(shape, inputs_of(operands, shape), with_log_sum_exps)
@@ -37,19 +37,19 @@ def backward(
     *,
     slopes_too: bool,
 ) -> list[jax.Array]:
-    """Return the gradients of query, key, value and, if asked for, ``[batch, num_heads]`` of the slopes there are."""
+    """Return the gradients of query, key, value and, with ``slopes_too``, of the slopes, ``[batch, num_heads]``."""
     shape = KernelShape.of(operands, options)
     inputs = inputs_of(operands, shape)
     log_sum_exps = log_sum_exps / LN_2 if shape.has_other_keys else log_sum_exps
     products = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)
     statistics = jnp.stack([log_sum_exps, products], axis=2)  # [batch, num_heads, 2, q_len]
-    # Padding sees nothing: its log-sum-exps are inf, its products 0.
+    # Padding queries see no key: their log-sum-exps are inf, their products 0.
     padding = shape.q_blocks * shape.q_block - shape.call.q_len
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
     statistics = jnp.where(statistics == jnp.inf, jnp.asarray([[jnp.inf], [0.0]], jnp.float32), statistics)
     statistics = statistics.reshape(-1, *statistics.shape[2:])
-    # One after the other, so that few tensors are in memory together: copies of what is read, then a kernel whose
-    # result is on its way before the next kernel starts.
+    # The barriers order the copies and the two kernels one after the other, so that fewer tensors are in memory at the
+    # same time.
     statistics, cotangent = jax.lax.optimization_barrier((statistics, cotangent))
     cotangents = in_blocks(cotangent.astype(operands.query.dtype), shape.q_blocks * shape.q_block)
     turned = queries_of_keys(inputs.table, shape)
@@ -58,6 +58,6 @@ def backward(
     d_query, cotangents = jax.lax.optimization_barrier((d_query, cotangents))
     of_keys = backward_of_keys(shape, inputs, turned, statistics, cotangents)
     of_slopes = [x.sum(axis=(1, 2)).reshape(shape.call.batch[0], shape.call.num_heads) for x in parts]
-    if parts and operands.call.future_slopes is None:
+    if parts and operands.call.future_slopes is None:  # one slope serves both sides
         of_slopes = [of_slopes[0] + of_slopes[1]]
     return [d_query, *(without_padding(x, shape.call.num_kv_heads, shape.call.kv_len) for x in of_keys), *of_slopes]

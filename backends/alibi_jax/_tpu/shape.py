@@ -1,4 +1,4 @@
-"""What a TPU kernel is built for: blocks, sizes and rules, all known when it is traced."""
+"""The static parameters of a TPU kernel: block sizes, shapes and rules, all known when it is traced."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from alibi_core.backend import AttentionCall, checks, split_call
 from alibi_jax._call import Operands
 
-LANES = 128  # of a vector register; blocks are multiples of it, because each is along the lanes of some matrix
-VMEM_LIMIT = 64 * 2**20  # bytes: what the smallest of the TPUs since v5 has in a core
-SCOPED = 14 * 2**20  # bytes: what the compiler grants a kernel that asks for nothing, less something for itself
-TILES = 7  # score-sized float32 arrays that a kernel holds at a time, at most
+LANES = 128  # Lanes of a vector register; block sizes are multiples, because each is the last axis of some matrix.
+VMEM_LIMIT = 64 * 2**20  # Bytes of VMEM per core, on the smallest TPU since v5.
+SCOPED = 14 * 2**20  # Up to this many bytes, the compiler's default limit suffices (with a margin for its own use).
+TILES = 7  # A kernel has at most this many float32 arrays of q_block x kv_block at a time.
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class TPU:
     ``implementation="tpu"`` is the same as ``TPU()``.
 
     Args:
-        q_block: Queries in a block: a multiple of 128. Default 512; short sequences take less.
-        kv_block: Keys in a block: likewise.
-        interpret: Run the kernel's text on any device, as ordinary array operations, instead of compiling it for a TPU:
-            slow, and meant for tests.
+        q_block: Queries per block, a multiple of 128. Default 512; short sequences use smaller blocks.
+        kv_block: Keys per block, a multiple of 128. Default 512; short sequences use smaller blocks.
+        interpret: Run the kernel on any device, as ordinary array operations, instead of compiling it for a TPU: slow,
+            and meant for tests.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -49,7 +49,7 @@ class TPU:
 
 @dataclass(frozen=True)
 class KernelShape:
-    """All that the text of a kernel depends on. Hashable. Arrays are padded to whole blocks of tokens.
+    """All static parameters of a kernel. Hashable. Arrays are padded to whole blocks of tokens.
 
     Raises:
         ValueError: If the blocks do not fit a TPU core's memory.
@@ -58,13 +58,13 @@ class KernelShape:
     call: AttentionCall  # without arrays
     q_block: int
     kv_block: int
-    has_segments: bool  # or masked keys, which count as a segment of their own
-    has_other_keys: bool  # as Operands.other_keys says
+    has_segments: bool  # also True for masked keys, which are a separate segment
+    has_other_keys: bool  # whether Operands.other_keys is given
     interpret: bool
 
     @classmethod
     def of(cls, operands: Operands, options: TPU) -> KernelShape:
-        """Return what the kernels for a call are built for."""
+        """Return the static parameters of the kernels for a call."""
         call = operands.call
         blocks = _block(call.q_len, options.q_block), _block(call.kv_len, options.kv_block)
         has_segments = call.q_segment_ids is not None or call.mask is not None
@@ -80,35 +80,35 @@ class KernelShape:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key/value head."""
+        """The number of query heads that share a key/value head."""
         return self.call.num_heads // self.call.num_kv_heads
 
     @property
     def q_blocks(self) -> int:
-        """How many blocks the queries make up."""
+        """The number of blocks of queries."""
         return -(-self.call.q_len // self.q_block)
 
     @property
     def kv_blocks(self) -> int:
-        """How many blocks the keys make up."""
+        """The number of blocks of keys."""
         return -(-self.call.kv_len // self.kv_block)
 
     @property
     def vmem_bytes(self) -> int:
-        """About how much of a core's memory the hungriest of the kernels takes, in bytes."""
+        """An estimate of the VMEM that the largest of the kernels takes, in bytes."""
         row, itemsize = _round_up(self.call.head_dim, LANES), jnp.dtype(self.call.dtype).itemsize
-        blocks = 6 * (self.q_block + self.kv_block) * row * itemsize  # each held twice, for what comes next
+        blocks = 6 * (self.q_block + self.kv_block) * row * itemsize  # double-buffered
         sums = 2 * max(self.q_block, self.kv_block) * (row + 5 * LANES) * 4
         return blocks + sums + TILES * self.q_block * self.kv_block * 4
 
     @property
     def vmem_limit(self) -> int | None:
-        """What to ask the compiler for, in bytes; None where what it grants anyway is enough."""
+        """The VMEM limit to request from the compiler, in bytes; None if its default suffices."""
         return None if self.vmem_bytes <= SCOPED else min(self.vmem_bytes + 8 * 2**20, VMEM_LIMIT + 8 * 2**20)
 
 
 def _block(length: int, most: int) -> int:
-    """Return how many tokens to take at a time: so many that nothing is to be padded, if it is not too few."""
+    """Return a block size of at most ``most``: the largest without padding, unless it is below half of the limit."""
     whole = _round_up(length, LANES)
     fitting = max(n for n in range(LANES, min(most, whole) + 1, LANES) if whole % n == 0)
     return fitting if 2 * fitting >= min(most, whole) else most

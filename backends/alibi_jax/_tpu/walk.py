@@ -1,4 +1,4 @@
-"""How the TPU kernels run: programs that walk over the blocks that they need, copied from HBM one ahead."""
+"""The loop of the TPU kernels over the blocks that a program needs, with double-buffered copies from HBM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alibi_jax._tpu.blocks import Bias, Branch, Place, quotient
 from alibi_jax._tpu.shape import LANES, KernelShape
 from alibi_jax._tpu.tables import FIELDS, OFFSET, Inputs
 
-Specs = dict[str, tuple[Any, pl.BlockSpec]]  # arrays, or their types, with the blocks that a program sees, by name
+Specs = dict[str, tuple[Any, pl.BlockSpec]]  # by name: an array, or its type, and the block of it that a program sees
 
 
 def run(
@@ -30,7 +30,7 @@ def run(
     scratch: dict[str, Any],
     aliases: dict[str, str],
 ) -> list[jax.Array]:
-    """Run a kernel, which knows operands, results and scratch memory by their names, and return the results."""
+    """Run a kernel, which gets the refs of operands, results and scratch memory by name, and return the results."""
     names = *operands, *results, *scratch
     found: list[jax.Array] = pl.pallas_call(
         lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs, strict=True)))),
@@ -58,12 +58,12 @@ def walk(
     pairs: Callable[[Any, bool], Sequence[tuple[Any, Any]]],
     visit: Callable[[Any, Any], None],
 ) -> None:
-    """Visit blocks ``first`` to ``stop``, each copied from HBM while the one before it is computed with.
+    """Visit blocks ``first`` to ``stop``; each is copied from HBM while the block before it is computed.
 
-    The last visit overlaps with the copy of the first block of ``following``, the next program's range, which is empty
-    where there is none. Only the program that ``is_first`` starts its own first copy. ``pairs`` takes a block, and
-    whether it is the next program's, and returns parts in HBM with double buffers for them; ``visit`` takes a block and
-    its slot. ``refs.turn`` keeps the next slot from program to program.
+    During the last visit, the first block of ``following``, the next program's range, is copied; the range is empty if
+    there is no next program. So only the program that ``is_first`` starts its own first copy. ``pairs`` takes a block,
+    and whether it belongs to the next program, and returns pairs of a slice in HBM and its double buffer. ``visit``
+    takes a block and the slot of the double buffer. ``refs.turn`` passes the next slot from program to program.
     """
     follows = following[0] < following[1]
 
@@ -81,6 +81,7 @@ def walk(
 
     turn = refs.turn[0]
     pl.when(is_first & (first < stop))(lambda: start(first, turn, False))
+    # A program without blocks still starts the next program's first copy.
     pl.when((first >= stop) & follows)(lambda: start(following[0], turn, True))
 
     def step(block: Any, _: None) -> None:
@@ -96,10 +97,10 @@ def walk(
 
 
 def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec, dict[str, Any]]:
-    """Return what programs of one block of queries share, in a grid of batch * heads times blocks of queries.
+    """Return the specs of a kernel with one program per block of queries, in a grid of (batch * heads, q_blocks).
 
     Returns:
-        Operands; the block of an array of the query's shape; scratch memory.
+        The operands; the BlockSpec of an array with the query's shape; the scratch memory.
     """
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     of_queries = pl.BlockSpec((1, shape.q_block, shape.call.head_dim), lambda n, i: (n, i, 0))
@@ -123,7 +124,7 @@ def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec
         "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
         "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
         "turn": pltpu.SMEM((1,), jnp.int32),
-        "own": pltpu.VMEM((shape.q_block, LANES), jnp.float32),  # positions of the queries, less the base
+        "own": pltpu.VMEM((shape.q_block, LANES), jnp.float32),  # positions of the queries minus the base
     }
     return operands, of_queries, scratch
 
@@ -131,7 +132,7 @@ def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec
 def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Place, Bias, Any, Any], None]) -> None:
     """Call ``attend`` for each block of keys that this program's queries need.
 
-    It takes how the block is treated, where it is, its bias, and its keys and values, ``[kv_block, head_dim]``.
+    ``attend`` takes the block's branch, place and bias, and its keys and values, ``[kv_block, head_dim]``.
     """
     n, block, table = pl.program_id(0), pl.program_id(1), refs.table
     first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))

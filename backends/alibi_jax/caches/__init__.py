@@ -1,7 +1,6 @@
 """Keys and values of earlier tokens, and attention to them.
 
-In go new keys and values. Out come a longer cache, and attention to all that it holds. Caches are pytrees; nothing
-changes in place.
+Input: new keys and values. Output: a longer cache, and attention over all cached tokens. Caches are immutable pytrees.
 """
 
 from alibi_jax.caches._kv_cache import KVCache

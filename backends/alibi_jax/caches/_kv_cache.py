@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, for decoding."""
+"""A key/value cache for decoding."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from alibi_jax._plan import NORM_BLOCK
 class KVCache(NamedTuple):
     """A key/value cache of fixed size: a pytree to pass through ``jax.jit`` or carry through ``jax.lax.scan``.
 
-    Its shapes do not change as it fills, so one compiled step serves all of a decoding loop. Nothing changes in place:
-    each operation returns the cache that it leads to. :meth:`make` makes one.
+    Its shapes are constant, so one compiled step serves an entire decoding loop. Caches are immutable: each operation
+    returns a new cache. Make an empty one by :meth:`make`.
 
-    Nothing can be raised where arrays are traced (under ``jax.jit``, say). There, a cache that overflows, or is given
-    lengths that cannot be, answers with NaN, then and ever after.
+    Traced values (under ``jax.jit``, for example) cannot raise errors. Instead, a cache that overflows, or gets invalid
+    lengths, returns NaN from then on.
 
     Attributes:
-        key: ``[batch, num_kv_heads, max_length, head_dim]``; what lies at ``length`` and beyond is not in use. Heads
-            come first, so that those keys of a head that a query needs can be read by themselves.
-        value: Likewise.
-        key_norms: ``[batch, num_kv_heads, blocks]``, float32 (float64 for float64 keys): what no norm of each 128 keys
-            exceeds, which tells how far back a query has to look.
-        length: Tokens held, int32: a scalar, or ``[batch]`` where rows have lengths of their own.
+        key: ``[batch, num_kv_heads, max_length, head_dim]``; slots from ``length`` on are unused. Heads come first, so
+            that the keys of one head are contiguous.
+        value: ``[batch, num_kv_heads, max_length, head_dim]``, in use as ``key``.
+        key_norms: ``[batch, num_kv_heads, blocks]``, float32 (float64 for float64 keys): upper bounds of the norms of
+            each block of 128 keys, from which the horizon of a query follows.
+        length: Number of cached tokens, int32: a scalar, or ``[batch]`` if the lengths of rows differ.
 
     Example:
         >>> cache = KVCache.make(1, 2, 5, 4).append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
@@ -61,14 +61,14 @@ class KVCache(NamedTuple):
     def make(
         cls, batch_size: int, num_kv_heads: int, max_length: int, head_dim: int, *, dtype: Any = jnp.float32
     ) -> KVCache:
-        """Return a cache that holds nothing yet.
+        """Return an empty cache.
 
         Args:
-            batch_size: Sequences.
-            num_kv_heads: Key/value heads.
-            max_length: Tokens that it can hold.
-            head_dim: Features a head.
-            dtype: Of keys and values.
+            batch_size: Number of sequences.
+            num_kv_heads: Number of key/value heads.
+            max_length: Capacity, in tokens.
+            head_dim: Features per head.
+            dtype: Dtype of keys and values.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
@@ -87,11 +87,11 @@ class KVCache(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values, room for more included."""
+        """Bytes of keys and values, unused capacity included."""
         return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (self.key, self.value))
 
     def __repr__(self) -> str:
-        if len(getattr(self.key, "shape", ())) != 4:  # a tree of what goes with a cache: shardings, say
+        if len(getattr(self.key, "shape", ())) != 4:  # a pytree with other leaves, such as shardings
             fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
             return f"KVCache({fields})"
         batch_size, num_kv_heads, max_length, head_dim = self.key.shape
@@ -100,18 +100,18 @@ class KVCache(NamedTuple):
         return cache_summary("KVCache", sizes, length, max_length, self.nbytes)
 
     def append(self, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None) -> KVCache:
-        """Return the cache with the keys and values of further tokens.
+        """Return the cache with the keys and values of new tokens appended.
 
         Args:
             key: ``[batch, new, num_kv_heads, head_dim]``.
-            value: Likewise.
-            lengths: ``[batch]`` integers: how many of the new tokens of each row count, where prompts of different
-                lengths are padded behind. What comes next goes behind those, and ``length`` is ``[batch]`` from then
-                on. Default: all.
+            value: ``[batch, new, num_kv_heads, head_dim]``.
+            lengths: ``[batch]`` integers: the number of new tokens in each row, for prompts of different lengths with
+                padding at the end. Later tokens follow them directly, and ``length`` is ``[batch]`` from then on.
+                Default: all ``new`` tokens.
 
         Raises:
             TypeError: If an argument is no floating array of four axes.
-            ValueError: If the cache is of another size or dtype, or has no room as far as can be known.
+            ValueError: If sizes or dtype differ from the cache's, or the cache is full (if its length is not traced).
         """
         if self.key.ndim != 4:
             raise ValueError(
@@ -139,7 +139,7 @@ class KVCache(NamedTuple):
         held, most = _concrete(jnp.max(self.length)), _concrete(jnp.max(length))
         if held is not None and most is not None:
             check_room(most - held, self.max_length, held)
-        # jax.vmap asks that rows divided among devices be divided alike in all that it maps over.
+        # jax.vmap requires equal shardings of the mapped axis: derive starts and counts from an array of the cache.
         like = jnp.zeros_like(self.key_norms, jnp.int32).max(axis=(1, 2))  # [batch]
         starts = like + (length - counts)
 
@@ -148,7 +148,7 @@ class KVCache(NamedTuple):
             key, value = jnp.swapaxes(key, 0, 1), jnp.swapaxes(value, 0, 1)
             norms = jax.lax.stop_gradient(norm_bounds(key.astype(key_norms.dtype)))  # [num_kv_heads, new]
             places = jnp.arange(key.shape[1])
-            # What does not count goes to a slot and a block that there are not, and is dropped.
+            # Padding gets an out-of-range slot and block, so that mode="drop" ignores it.
             slots = jnp.where(places < count, start + places, self.max_length)
             blocks = jnp.where(slots < self.max_length, slots // NORM_BLOCK, key_norms.shape[1])
             return (
@@ -175,26 +175,26 @@ class KVCache(NamedTuple):
         lengths: jax.Array | None = None,
         law: str = "linear",
     ) -> jax.Array:
-        """Return the causal attention of the last tokens held over all tokens held, reading no more than they need.
+        """Return the causal attention of the last cached tokens over all cached tokens; read only the needed keys.
 
         Arguments that are not listed are those of :func:`alibi_jax.attention`.
 
-        - ``query``: ``[batch, q_len, num_heads, head_dim]``, of the last ``q_len`` tokens.
-        - ``mask``, ``segment_ids``: Over all ``max_length`` slots; those not in use are masked anyway.
-        - ``lengths``: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
-          its tokens; the others' results mean nothing. Default: all.
+        - ``query``: ``[batch, q_len, num_heads, head_dim]``, the queries of the last ``q_len`` tokens.
+        - ``mask``, ``segment_ids``: Arrays over all ``max_length`` slots; unused slots are masked anyway.
+        - ``lengths``: ``[batch]`` integers: the number of queries in each row, as given to :meth:`append`; results of
+          the padding are undefined. Default: all ``q_len`` queries.
 
         Returns:
-            ``[batch, q_len, num_heads, head_dim]``; NaN where a traced length hides that the cache has overflowed, or
-            holds fewer tokens than queries are given.
+            ``[batch, q_len, num_heads, head_dim]``; NaN if the length is traced and the cache has overflowed or has
+            fewer tokens than there are queries.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If fewer tokens are held than queries are given, or a value or a shape is wrong.
+            ValueError: If there are more queries than cached tokens, or a value or a shape is wrong.
         """
         checked(implementation)
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale, "law": law}
-        # Checked beside the cache, which is too large to turn around.
+        # Validate in heads-first layout: transposing the cache would copy it.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
         q_len = heads_first.shape[-2]
         counts = q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
@@ -209,17 +209,18 @@ class KVCache(NamedTuple):
         result = jnp.swapaxes(result, 1, 2)
         if held is not None and held <= self.max_length:
             return result
+        # Traced lengths cannot raise: return NaN after an overflow, or if there are too few tokens.
         is_right = (self.length <= self.max_length) & (offset >= 0)
         return jnp.where(is_right if is_right.ndim == 0 else is_right[:, None, None, None], result, jnp.nan)
 
     def truncate(self, length: int | jax.Array) -> KVCache:
         """Return the cache of the first ``length`` tokens of each row: a number, or ``[batch]`` integers.
 
-        Rows that hold no more keep all. An overflow is not undone.
+        Shorter rows are unchanged. A cache that has overflowed stays invalid.
 
         Raises:
-            TypeError: If ``length`` is of another kind.
-            ValueError: If it is negative, or of another shape.
+            TypeError: If ``length`` is of the wrong kind.
+            ValueError: If ``length`` is negative or has the wrong shape.
         """
         if getattr(length, "ndim", 0):
             length = check_lengths(jnp, "length", length, self.key.shape[0])
@@ -229,7 +230,8 @@ class KVCache(NamedTuple):
                 checks.MAX_POSITION,
             )
         length = jnp.asarray(length, jnp.int32)
-        kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self.length, length))  # negative: it is traced
+        # A negative length is traced, or it would have raised: it makes the cache invalid.
+        kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self.length, length))
         length = jnp.where(self.length > self.max_length, self.length, kept)
         return self._replace(length=length, value=_of_first(self.value, length))
 
@@ -237,13 +239,13 @@ class KVCache(NamedTuple):
         """Return the cache of the sequences at ``indices``, ``[new batch]`` integers, which may repeat.
 
         Raises:
-            TypeError: If they are no integers.
-            IndexError: If there is no such sequence, as far as values can be seen.
+            TypeError: If ``indices`` are no integers.
+            IndexError: If an index is out of range (if it is not traced).
         """
         indices = check_indices(jnp, jnp.asarray(indices), self.key.shape[0])
 
         def chosen(array: jax.Array) -> jax.Array:
-            """Return rows of an array, divided among devices as its type says."""
+            """Return the rows of an array, with the array's sharding."""
             array = jnp.asarray(array)
             return array.at[indices].get(out_sharding=jax.typeof(array).sharding) if array.ndim else array
 
@@ -254,14 +256,14 @@ class KVCache(NamedTuple):
 def _of_first(values: jax.Array, length: jax.Array) -> jax.Array:
     """Return values with zeros from ``length``, ``[]`` or ``[batch]``, on.
 
-    Attention gives those a weight of 0, which would make NaN of what is not finite.
+    Masked slots have a weight of 0, but 0 * NaN and 0 * inf are NaN.
     """
     is_held = jnp.arange(values.shape[2]) < length[..., None]  # [slots] or [batch, slots]
     return jnp.where(is_held.reshape(-1, 1, values.shape[2], 1), values, 0)
 
 
 def _counts(lengths: jax.Array | None, batch_size: int, new: int, max_length: int) -> jax.Array:
-    """Return how many of ``new`` tokens count in each row: where traced lengths are wrong, more than have room."""
+    """Return the number of new tokens in each row; invalid traced lengths become more than the capacity (NaN later)."""
     if lengths is None:
         return jnp.full((batch_size,), new, jnp.int32)
     lengths = check_lengths(jnp, "lengths", lengths, batch_size, new)
@@ -269,7 +271,7 @@ def _counts(lengths: jax.Array | None, batch_size: int, new: int, max_length: in
 
 
 def _concrete(number: Any) -> int | None:
-    """Return an integer of a cache, or None if it is traced."""
+    """Return a number of a cache as an int, or None if it is traced."""
     try:
         return int(number)
     except (jax.errors.ConcretizationTypeError, TypeError):  # TypeError: not a scalar, inside jax.vmap

@@ -1,6 +1,6 @@
-"""Layers and models for Flax, and how their weights are saved and loaded.
+"""Layers and models for Flax, and saving and loading of their weights.
 
-In go configurations, arrays and checkpoints. Out come modules with trainable parameters.
+Input: configurations, arrays and checkpoints. Output: modules with trainable parameters.
 """
 
 from alibi_core.backend.models import AlibiConfig

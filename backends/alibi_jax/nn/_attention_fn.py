@@ -1,4 +1,4 @@
-"""ALiBi for the attention modules that Flax brings along."""
+"""ALiBi for Flax's own attention modules."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ def attention_fn(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Callable[..., jax.Array]:
-    """Return a function that puts ALiBi into ``nn.MultiHeadDotProductAttention(attention_fn=...)``.
+    """Return a function for ``nn.MultiHeadDotProductAttention(attention_fn=...)`` that computes ALiBi attention.
 
-    For Flax Linen, and for ``nnx.MultiHeadAttention``, whose ``attention_fn`` takes the same arguments. The function
-    keeps Flax's conventions: a mask may have any dtype, nonzero where a query may look, and low-precision tensors are
-    first cast to the module's ``dtype``. It differs in three ways: the softmax is always at least float32, a query
-    that may look nowhere gives zeros, and dropout draws for each weight by itself, also with ``broadcast_dropout``.
-    Dropout and a further bias take the implementation ``"dense"``.
+    It serves Flax Linen, and ``nnx.MultiHeadAttention``, whose ``attention_fn`` takes the same arguments. The function
+    keeps Flax's conventions: a mask may have any dtype, nonzero for visible keys, and low-precision tensors are first
+    cast to the module's ``dtype``. It differs in three ways: the softmax is always at least float32, a query that sees
+    no key gives zeros, and dropout is drawn for each weight, also with ``broadcast_dropout``. Dropout and a further
+    bias need the implementation ``"dense"``.
 
-    ``decode=True`` works with causal attention. There, one query meets a cache whose unfilled slots are masked; the
-    query is taken to stand at the last key it may see, which softmax cannot tell from any later position.
+    ``decode=True`` works with causal attention: one query attends to a cache whose unused slots are masked. The
+    function assumes that the query is at its last visible key; any later position gives the same softmax.
 
     Args:
-        slopes: ``[num_heads]``, or an int for that many canonical slopes. Default: the canonical slopes of as many
-            heads as the module has.
-        is_causal: Mask keys after the query, on top of any mask the module is called with.
+        slopes: ``[num_heads]``, or an int for that many canonical slopes. Default: the canonical slopes for the
+            module's number of heads.
+        is_causal: Mask keys after the query, in addition to the module's mask.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query. Default ``slopes`` (symmetric).
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
+        window_size: Mask keys farther away than this many tokens: with 4, a query sees 5 keys, including its own.
         scale: Factor of the scores. Default ``head_dim ** -0.5``.
-        implementation: As for :func:`alibi_jax.attention`.
+        implementation: As in :func:`alibi_jax.attention`: the name of an implementation, or None.
 
     Returns:
         A function of query ``[..., q_len, num_heads, head_dim]``, key and value, and the keyword arguments that Flax
-        passes; its result has the shape of query. It raises NotImplementedError rather than leave out something it was
-        asked for: a ``precision`` or an einsum of the module's own, sowing the weights, and (because Flax does not say
-        where its queries stand) ``is_causal=False`` or ``window_size`` where the lengths of query and key differ.
-        Otherwise it raises what :func:`alibi_jax.attention` raises.
+        passes; its result has the shape of query. It raises NotImplementedError for options that it does not support: a
+        ``precision`` or an einsum from the module, sowing of weights, and ``is_causal=False`` or ``window_size`` if the
+        lengths of query and key differ (Flax does not pass the positions of queries). Otherwise it raises the errors of
+        :func:`alibi_jax.attention`.
 
     Raises:
-        TypeError: If ``implementation`` is no string.
+        TypeError: If ``implementation`` is neither a string nor a :class:`TPU`.
         ValueError: If ``implementation`` is unknown.
 
     Example:
@@ -64,7 +64,7 @@ def attention_fn(
     future_slopes = None if future_slopes is None else jnp.asarray(future_slopes)
     always_causal = is_causal
 
-    # Linen passes those arguments that it finds in the signature, so each one it has must stand here to be refused.
+    # Linen passes only arguments that it finds in the signature, so unsupported ones must be listed to be refused.
     def alibi_attention(
         query: jax.Array,
         key: jax.Array,
@@ -127,10 +127,10 @@ def attention_fn(
 
 
 def _last_visible(mask: jax.Array, query: jax.Array, kv_len: int) -> jax.Array:
-    """Return the position ``[*batch]`` of the last key that the one query may see in some head, 0 if there is none.
+    """Return the position ``[*batch]`` of the last key that the single query sees in any head, 0 if there is none.
 
-    Masks and a fixed-size cache leave the query's own position open. Counting distances from the end of the cache
-    would add a constant to the row, which softmax ignores but which costs float32 the digits of the scores.
+    Masks and a fixed-size cache do not determine the query's position. Counting distances from the end of the cache
+    would add a constant to the row, which cancels in softmax but costs float32 digits of the scores.
     """
     *batch, q_len, num_heads, _ = query.shape
     shape = (*batch, num_heads, q_len, kv_len)

@@ -1,4 +1,4 @@
-"""Checkpoints of models with ALiBi as a language model or an encoder of this package."""
+"""Loading of checkpoints with ALiBi into :class:`AlibiLanguageModel` or :class:`AlibiEncoder`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from alibi_jax.nn._weights import named_parameters
 def load_checkpoint(directory: str | os.PathLike[str], *, dtype: Any = None) -> AlibiLanguageModel | AlibiEncoder:
     """Return a model with the weights of a checkpoint: a language model for decoders, an encoder for encoders.
 
-    ``docs/checkpoints.md`` lists the families, and how exactly they are reproduced. The model is in evaluation mode and
-    has no dropout. Nothing is downloaded, and nothing in the files is executed.
+    ``docs/checkpoints.md`` lists the supported families, and how exactly they are reproduced. The model is in
+    evaluation mode and has no dropout. Nothing is downloaded, and nothing in the files is executed.
 
     Args:
-        directory: Where ``config.json`` and ``model.safetensors`` are, or several such files and
-            ``model.safetensors.index.json``, as ``save_pretrained`` writes them.
-        dtype: Dtype of the parameters. Default: that of the stored embeddings.
+        directory: The directory with ``config.json`` and ``model.safetensors`` (or its shards and
+            ``model.safetensors.index.json``), as ``save_pretrained`` writes them.
+        dtype: Dtype of the parameters. Default: the dtype of the stored embeddings.
 
     Returns:
-        The model, its tokens those of the checkpoint.
+        The model, with the checkpoint's vocabulary.
 
     Raises:
         FileNotFoundError: If a file is missing.
-        TypeError: If an argument, or an entry of ``config.json``, is of the wrong kind; or a dtype is float64, given
-            or stored, while JAX has none.
-        ValueError: If the checkpoint is of another model or one without ALiBi, is damaged, or does not hold the
-            tensors that its config describes.
+        TypeError: If an argument, or an entry of ``config.json``, is of the wrong kind; or the given or stored dtype is
+            float64 and ``jax_enable_x64`` is off.
+        ValueError: If the checkpoint belongs to an unsupported model or one without ALiBi, is damaged, or lacks tensors
+            that its config describes.
 
     Example:
         >>> model = load_checkpoint("models/bloom-560m")  # doctest: +SKIP
@@ -50,7 +50,7 @@ def load_checkpoint(directory: str | os.PathLike[str], *, dtype: Any = None) -> 
         kind = AlibiLanguageModel if checkpoint.config.is_causal else AlibiEncoder
         return kind(checkpoint.config, checkpoint.vocab_size, param_dtype=dtype, rngs=nnx.Rngs(0))
 
-    model = nnx.eval_shape(make)  # no numbers are drawn, to be thrown away
+    model = nnx.eval_shape(make)  # shapes only: no random initialization
     parameters = named_parameters(model)
     for name, array in checkpoint.parameters():
         parameter, is_transposed = parameters.pop(name)

@@ -14,25 +14,25 @@ from alibi_core.backend import models
 from alibi_core.backend.models import AlibiConfig
 from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
-LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program
+LEAST_PACKED = 64  # Packed rows up to this many tokens are padded to it, so that they share one compiled program.
 
 
 class AlibiEncoder(nnx.Module, models.BaseEncoder):
-    """Embed texts of any length, as vectors: each token sees those before and after it.
+    """Embed texts of any length as vectors: each token sees the tokens before and after it.
 
-    ``encode`` packs texts into one row, filled up by an eighth, or to a multiple of 64 tokens: batches of other lengths
-    mostly find their program compiled. Dropout is off in it. Where arrays are traced (under ``jax.jit`` or
-    ``jax.grad``, say), nobody knows where padding is: all of it is computed and masked there, and dropout is as the
-    model has it.
+    ``encode`` packs texts into one row and pads it by up to an eighth, or to a multiple of 64 tokens, so that batches
+    of different lengths reuse a few compiled programs. Dropout is off in it. If arrays are traced (under ``jax.jit`` or
+    ``jax.grad``), the places of padding are unknown: padding is then computed and masked, and dropout depends on the
+    model's mode.
 
     Args:
         config: Shape of the model; must not be causal.
         vocab_size: Number of different tokens.
-        attention, dtype, param_dtype, rngs: As for :class:`AlibiTransformer`.
+        attention, dtype, param_dtype, rngs: As in :class:`AlibiTransformer`.
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
-        ValueError: If it is below 1, or ``config`` describes a decoder.
+        ValueError: If ``vocab_size`` is below 1, or ``config`` describes a decoder.
 
     Example:
         >>> model = AlibiEncoder(AlibiConfig(num_layers=1, is_causal=False, dropout=0.0), 256, rngs=nnx.Rngs(0))
@@ -74,17 +74,17 @@ class AlibiEncoder(nnx.Module, models.BaseEncoder):
         spare = _filled(count) - count
         places = np.pad(rows.places, (0, spare), constant_values=rows.places[0] if count else 0)
         arrays = {name: None if x is None else x.reshape(-1)[places][None] for name, x in arrays.items()}
-        segment_ids = np.pad(rows.row_of_place, (0, spare), constant_values=batch)  # of no text
+        segment_ids = np.pad(rows.row_of_place, (0, spare), constant_values=batch)  # padding: segment of no text
         return _encode_packed(graph, state, arrays, jnp.asarray(segment_ids), batch, pooling)
 
     def _encode_padded(self, arrays: dict[str, Any], text: jax.Array, pooling: str) -> jax.Array:
-        """Return the vectors of texts, ``[batch, embed_dim]``, of which ``text`` masks the padding."""
-        # Whatever number stands for padding, the tables of embeddings need not have it: NaN comes of such.
+        """Return the vectors of padded texts, ``[batch, embed_dim]``; ``text`` is False at padding."""
+        # The padding token may be out of range, for which nnx.Embed returns NaN: replace it by 0.
         arrays = {name: None if x is None else jnp.where(text, x, 0) for name, x in arrays.items()}
         hidden = _at_least_float32(self(**arrays, mask=text[:, None, None]))
         if pooling == "cls":
-            text = text & (jnp.cumsum(text, axis=1) == 1)  # the first of each row
-        hidden = jnp.where(text[..., None], hidden, 0)  # padding may be NaN, which no factor of 0 removes
+            text = text & (jnp.cumsum(text, axis=1) == 1)  # the first token of each row
+        hidden = jnp.where(text[..., None], hidden, 0)  # padding may be NaN, and 0 * NaN is NaN
         return hidden.sum(axis=1) / jnp.maximum(text.sum(axis=1), 1).astype(hidden.dtype)[:, None]
 
 
@@ -97,12 +97,12 @@ def _encode_padded(graph: Any, state: Any, arrays: dict[str, Any], text: jax.Arr
 def _encode_packed(
     graph: Any, state: Any, arrays: dict[str, Any], segment_ids: jax.Array, batch: int, pooling: str
 ) -> jax.Array:
-    """Return the vectors of texts, ``[batch, embed_dim]``, that are packed into one row."""
+    """Return the vectors of texts packed into one row, ``[batch, embed_dim]``."""
     hidden = _at_least_float32(_without_dropout(graph, state)(**arrays, segment_ids=segment_ids[None])[0])
     if pooling == "cls":
         is_first = jnp.concatenate([jnp.ones(1, bool), segment_ids[1:] != segment_ids[:-1]])
         segment_ids = jnp.where(is_first, segment_ids, batch)
-    # One row more than there are, for what is nobody's.
+    # Segment `batch` collects the tokens that belong to no vector, and is dropped.
     sums = jax.ops.segment_sum(hidden, segment_ids, batch + 1, indices_are_sorted=pooling == "mean")[:batch]
     counts = jnp.bincount(segment_ids, length=batch + 1)[:batch]
     return sums / jnp.maximum(counts, 1).astype(sums.dtype)[:, None]
@@ -115,7 +115,7 @@ def _without_dropout(graph: Any, state: Any) -> AlibiEncoder:
 
 
 def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
-    """Return where text is, ``[batch, length]``, of a call where some values are not known."""
+    """Return the mask of text, ``[batch, length]``, for a call with traced values."""
     if not is_traced(lengths, mask):
         return jnp.asarray(models.TextRows.check(tokens.shape, lengths, mask).text)
     models.TextRows.check_form(tokens.shape, lengths, mask)
@@ -125,10 +125,10 @@ def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
 
 
 def _filled(count: int) -> int:
-    """Return how long a row of so many packed tokens is made: of eight lengths between two powers of two, or of 64."""
+    """Return the padded length of a row of ``count`` packed tokens: eight lengths per power of two, multiples of 64."""
     step = max(LEAST_PACKED, 1 << max(count.bit_length() - 4, 0))
     return max(1, -(-count // step)) * step
 
 
 def _at_least_float32(hidden: jax.Array) -> jax.Array:
-    return hidden.astype(np.promote_types(hidden.dtype, np.float32))  # JAX may be told to promote nothing
+    return hidden.astype(np.promote_types(hidden.dtype, np.float32))  # explicit, for jax_numpy_dtype_promotion="strict"

@@ -1,4 +1,4 @@
-"""A language model on the ALiBi transformer: tokens in, logits out, and text that goes on from a prompt."""
+"""A language model on the ALiBi transformer: tokens in, logits out, and generation from a prompt."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
 
 class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
-    """Predict each next token from those before it, at any length.
+    """Predict each next token from the tokens before it, at any length.
 
-    One matrix embeds the tokens and reads out the logits; ``config`` may ask for a head of its own.
-    ``generate`` compiles two programs, one for the prompt and one for each token after it.
+    The embedding matrix also computes the logits, unless ``config`` asks for a separate head. ``generate`` compiles two
+    programs, one for the prompt and one for the steps after it.
 
     Args:
         config: Shape of the model; must be causal.
         vocab_size: Number of different tokens.
-        attention, dtype, param_dtype, rngs: As for :class:`AlibiTransformer`.
+        attention, dtype, param_dtype, rngs: As in :class:`AlibiTransformer`.
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
-        ValueError: If it is below 1, or ``config`` describes an encoder.
+        ValueError: If ``vocab_size`` is below 1, or ``config`` describes an encoder.
 
     Example:
         >>> model = AlibiLanguageModel(AlibiConfig(num_layers=1), vocab_size=256, rngs=nnx.Rngs(0))
@@ -64,20 +64,21 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
             raise ValueError("key must be given with a temperature above 0, got None; jax.random.key makes one")
         if number == 0:
             return []
-        # A copy of the modules, to turn dropout off in.
+        # Copy the modules to turn off dropout without changing this model.
         model = nnx.merge(*nnx.split(self))
         model.eval()
         graph, state = nnx.split(model)
         tokens = prompts.tokens
         batch_size, length = tokens.shape
-        # The last token is never fed back, so the caches need no room for it.
+        # The last token is never fed back, so the caches do not store it.
         caches = self.transformer.make_caches(batch_size, length + number - 1)
         keys = [None] * number if key is None else jax.random.split(key, number)
         extend = _extend if is_traced(state, tokens, key) else _extend_in_place
 
         def step(unread: jax.Array, ended: jax.Array | None, index: int) -> tuple[jax.Array, jax.Array | None]:
             nonlocal caches
-            # Of rows of several lengths, the empty caches have one length and those that follow have many: no donation.
+            # With prompts of different lengths, the empty caches have a scalar length and the returned ones a length
+            # per row, so the buffers cannot be donated.
             is_first = index == 0 and prompts.lengths is not None
             unread, ended, caches = (_extend if is_first else extend)(
                 graph, state, unread, caches, rules, keys[index], ended, prompts.lengths if is_first else None
@@ -97,7 +98,7 @@ def _extended(
     ended: jax.Array | None,
     lengths: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, list[Any]]:
-    """Return the tokens, ``[batch, 1]``, that follow ``tokens``, which rows end, and the caches with ``tokens``."""
+    """Return the next tokens, ``[batch, 1]``, which rows have ended, and the caches with ``tokens`` appended."""
     model = nnx.merge(graph, state)
     hidden, caches = model.transformer(model.embed(tokens), caches=caches, lengths=lengths)
     logits = model.read_out(models.last_tokens(hidden, lengths))  # [batch, vocab_size]
@@ -109,5 +110,5 @@ def _extended(
 
 
 _extend = jax.jit(_extended, static_argnums=(0, 4))
-# Under jax.vmap the first caches have no mapped axis, and cannot become those that it returns, which JAX warns of.
+# Donates the caches. Not for jax.vmap: there the first caches have no mapped axis, so donation fails with a warning.
 _extend_in_place = jax.jit(_extended, static_argnums=(0, 4), donate_argnums=3)

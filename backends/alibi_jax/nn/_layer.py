@@ -19,28 +19,28 @@ from alibi_jax.caches import KVCache
 
 
 class AlibiAttention(nnx.Module, models.BaseAttention):
-    """Multi-head self-attention whose only notion of position is ALiBi.
+    """Multi-head self-attention whose only positional information is ALiBi.
 
     Parameters (``nnx.Param``) are those of ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nnx.Linear``);
-    :func:`alibi_jax.save_weights` writes them under the names that all backends share. Fixed slopes are constants of
-    the module, no part of its state. Learnable ones are the parameter ``log_slopes``, whose exponential stays positive
-    whatever the optimizer does. Both are float32 whatever ``dtype`` and ``param_dtype`` are.
+    :func:`alibi_jax.save_weights` writes them with the names that all backends share. Fixed slopes are constants of the
+    module, not part of its state. Learnable slopes are the parameter ``log_slopes``; its exponential is always
+    positive. Both are float32 whatever ``dtype`` and ``param_dtype`` are.
 
-    A cache is a value: a call with one returns the pair of its output and the longer cache. Its ``max_length`` slots
-    count as ``kv_len`` in masks and segment ids; unfilled ones are masked anyway. Nothing can be raised where the
-    cache's length is traced (under ``jax.jit``, say), so there, an overflow makes the output NaN, then and ever after.
+    Caches are immutable: a call with a cache returns the pair of its output and the longer cache. In masks and segment
+    ids, ``kv_len`` is the cache's ``max_length``; unused slots are masked anyway. If the cache's length is traced
+    (under ``jax.jit``, for example), an overflow cannot raise; the output is NaN from then on.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
             fields of :class:`AlibiConfig`.
-        head_dim: Features a head. Default ``embed_dim // num_heads``.
-        slopes: ``[num_heads]`` slopes, from NumPy or JAX, known when the layer is made. Default: the canonical ones.
-            A tensor-parallel shard passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
+        head_dim: Features per head. Default ``embed_dim // num_heads``.
+        slopes: ``[num_heads]`` slopes, a NumPy or JAX array, not traced. Default: the canonical slopes. A
+            tensor-parallel shard passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
         future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
-        implementation: As for :func:`alibi_jax.attention`.
-        dtype: Dtype of the computation. Default: that of input and parameters, promoted.
+        implementation: As in :func:`alibi_jax.attention`: the name of an implementation, or None.
+        dtype: Dtype of the computation. Default: the promoted dtype of input and parameters.
         param_dtype: Dtype of the projections' parameters.
-        rngs: Where the initial parameters and dropout come from.
+        rngs: Random number generators for the initial parameters and dropout.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -51,7 +51,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
         >>> layer(jnp.ones((3, 10, 64))).shape
         (3, 10, 64)
 
-        One call serves prefill and decoding, which goes on from the cache that comes back:
+        Prefill and decoding use the same call; decoding continues with the returned cache:
 
         >>> output, cache = layer(jnp.ones((3, 9, 64)), cache=layer.make_cache(3, max_length=12))
         >>> output, cache = layer(jnp.ones((3, 1, 64)), cache=cache)
@@ -62,7 +62,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
     _xp = jnp
     _attention = staticmethod(attention)
     _is_length_first = True
-    # Flax takes an attribute that a module sets to None for no place of a submodule: the class has the defaults.
+    # Declared on the class, because nnx does not accept a submodule for an attribute that was first set to None.
     clip_qkv, query_factor, q_norm, k_norm = None, 1.0, None, None
 
     @explains_keywords
@@ -123,7 +123,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
 
     @property
     def future_slopes(self) -> jax.Array | None:
-        """The slopes for keys after the query, ``[num_heads]`` float32; None if they are not set apart."""
+        """The slopes for keys after the query, ``[num_heads]`` float32; None if they equal ``slopes``."""
         values = self.shape.future_slopes
         return None if values is None else jnp.asarray(values, jnp.float32)
 
@@ -144,8 +144,8 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
         """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
 
         Args:
-            batch_size: Sequences.
-            max_length: Tokens that the cache can hold.
+            batch_size: Number of sequences.
+            max_length: Capacity of the cache, in tokens.
         """
         dtype = self.param_dtype if self.dtype is None else self.dtype
         return KVCache.make(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, dtype=dtype)

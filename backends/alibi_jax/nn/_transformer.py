@@ -1,4 +1,4 @@
-"""A transformer whose only sense of position is ALiBi, as Flax NNX modules."""
+"""A transformer whose only positional information is ALiBi, as Flax NNX modules."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class AlibiTransformer(nnx.Module, models.BaseTransformer):
 
     Args:
         config: Shape of the model.
-        attention: Makes each block's attention layer from ``config`` and the options ``dtype``, ``param_dtype`` and
-            ``rngs``, called as ``layer(x, mask=..., segment_ids=..., cache=...)``; with a cache it returns the pair of
-            output and longer cache. Default ``alibi_jax.AlibiAttention``.
-        dtype, param_dtype, rngs: As for :class:`AlibiAttention`.
+        attention: A factory that takes ``config`` and the options ``dtype``, ``param_dtype`` and ``rngs`` and returns a
+            block's attention layer. The layer is called as ``layer(x, mask=..., segment_ids=..., cache=...)``; with a
+            cache it returns the pair of output and longer cache. Default ``alibi_jax.AlibiAttention``.
+        dtype, param_dtype, rngs: As in :class:`AlibiAttention`.
 
     Example:
         >>> model = AlibiTransformer(AlibiConfig(num_layers=1), rngs=nnx.Rngs(0))
@@ -70,18 +70,18 @@ class Activation(nnx.Module, models.BaseActivation):
 
 
 class Parts(models.BaseParts):
-    """Makes Flax's modules for a model."""
+    """Factory of the Flax modules of a model."""
 
     attention_layer = AlibiAttention
     listed = chained = (
         nnx.List
-    )  # feed-forward layers have the indices that they have in PyTorch, whose names files hold
+    )  # a list, so that feed-forward layers have the indices of PyTorch's nn.Sequential, as in weight files
 
     def linear(self, features: int, to: int, bias: bool) -> nnx.Module:
         return nnx.Linear(features, to, use_bias=bias, **self.options)
 
     def layer_norm(self, features: int) -> nnx.Module:
-        # The fast variance is a difference of squares, which loses digits where the mean is large.
+        # The fast variance is a difference of squares, which loses digits if the mean is large.
         form = {"epsilon": self.config.norm_epsilon, "use_bias": self.config.norm_bias, "use_fast_variance": False}
         return nnx.LayerNorm(features, **form, **self.options)
 
@@ -106,5 +106,5 @@ class Parts(models.BaseParts):
 
 
 def is_traced(*trees: Any) -> bool:
-    """Whether any array of these is traced, as under ``jax.jit``, so that nobody knows its values."""
+    """Whether any array of these is traced, as under ``jax.jit``, so that its values cannot be read."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees))

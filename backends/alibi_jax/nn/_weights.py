@@ -21,11 +21,11 @@ def save_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         module: The layer or model.
-        path: Where to write; a file that is there is replaced.
+        path: Path of the file; an existing file is replaced.
 
     Raises:
-        TypeError: If ``module`` is none.
-        ValueError: If its parameters are shapes alone, as ``nnx.eval_shape`` leaves them.
+        TypeError: If ``module`` is no Flax NNX module.
+        ValueError: If its parameters are shapes without values, as ``nnx.eval_shape`` returns them.
 
     Example:
         >>> import tempfile
@@ -48,22 +48,22 @@ def save_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
-    """Set a module's parameters, in place, from a file of :func:`save_weights` of any backend.
+    """Set a module's parameters, in place, from a file written by :func:`save_weights` of any backend.
 
-    Each parameter keeps its dtype: numbers of another one are rounded to it. Nothing is set unless all fits.
-    A module of ``nnx.eval_shape``, whose parameters are shapes alone, gets them on the default device.
+    Each parameter keeps its dtype; stored numbers are cast to it. All parameters are validated before any is set. A
+    module from ``nnx.eval_shape``, whose parameters are shapes without values, gets arrays on the default device.
 
     Args:
-        module: A layer or model of the sizes and options that the file was written for.
-        path: The file.
+        module: A layer or model with the sizes and options of the saved one.
+        path: Path of the file.
 
     Raises:
-        TypeError: If ``module`` is none.
-        FileNotFoundError: If there is no file.
-        ValueError: If the file is damaged, or parameters are missing, unknown, of another shape or no floating numbers.
+        TypeError: If ``module`` is no Flax NNX module.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file is damaged, or parameters are missing, unknown, not floating, or have a wrong shape.
 
     Example:
-        Weights of a layer of other sizes are refused, and nothing is set:
+        Weights of a layer of another size raise, and nothing is set:
 
         >>> import tempfile
         >>> from alibi_jax import AlibiAttention
@@ -80,7 +80,7 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
     parameters = _named(module)
     try:
         arrays = load_file(path)
-    except (SafetensorError, AttributeError) as error:  # the latter for a dtype that NumPy has not
+    except (SafetensorError, AttributeError) as error:  # AttributeError: a dtype that NumPy lacks
         raise ValueError(f"{os.fspath(path)} must be a safetensors file of floating numbers, got {error}") from None
     if arrays.keys() != parameters.keys():
         missing, unknown = sorted(parameters.keys() - arrays.keys()), sorted(arrays.keys() - parameters.keys())
@@ -99,11 +99,11 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         if _is_shape_alone(parameter):
             parameter.set_value(array)
         else:
-            parameter[...] = array  # divided among devices as it was
+            parameter[...] = array  # keeps the parameter's sharding
 
 
 def named_parameters(module: nnx.Module) -> dict[str, tuple[nnx.Param, bool]]:
-    """Return a module's parameters by their names in files, and whether they are ``[in, out]``, transposed there."""
+    """Return a module's parameters by their names in files, and whether each is ``[in, out]`` (transposed in files)."""
     named = {}
     for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         *modules, leaf = map(str, path)
@@ -123,5 +123,5 @@ def _is_shape_alone(parameter: nnx.Param) -> bool:
 
 
 def _transposed(array: Any, transposed: bool) -> Any:
-    """Exchange ``[in, out]``, as Flax has it, and ``[out, in]``, as files have it, where they differ."""
+    """Transpose between ``[in, out]`` (Flax) and ``[out, in]`` (files), if ``transposed``."""
     return array.T if transposed else array

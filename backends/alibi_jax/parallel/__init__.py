@@ -1,8 +1,8 @@
-"""Sequence-parallel ALiBi attention: one sequence, divided among devices, exact and with little to send.
+"""Sequence-parallel ALiBi attention: one sequence sharded among devices, exact, with little communication.
 
-Because ALiBi's bias falls without bound, a shard of the sequence needs few tokens of the others: those within the
-horizon of each head. Shards of keys and values travel by ``jax.lax.ppermute`` no farther than that, and results are
-merged by log-sum-exps. ::
+Because ALiBi's bias falls without bound, a shard of the sequence needs only the tokens of other shards that are within
+the horizon of each head. Shards of keys and values are passed on by ``jax.lax.ppermute`` only as far as that, and
+partial results are merged by log-sum-exps. ::
 
     from alibi_jax import parallel
 

@@ -16,7 +16,7 @@ from alibi_jax._compatible import varying, varying_alike
 from alibi_jax._dispatch import Implementation, checked, name_of
 from alibi_jax.parallel._ring import Ring, ring_attention
 
-ABLE = ("tpu", "tiled")  # the implementations that can tell log-sum-exps
+ABLE = ("tpu", "tiled")  # the implementations that return log-sum-exps
 
 
 def attention(
@@ -37,34 +37,37 @@ def attention(
     allow_negative_slopes: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Return this device's part of ALiBi self-attention over a sequence that is divided along a mesh axis.
+    """Return this device's shard of ALiBi self-attention over a sequence that is sharded along a mesh axis.
 
-    Call it inside ``jax.shard_map``, with local shards. The result is that of :func:`alibi_jax.attention` on the whole
-    sequence, to rounding. Query, key, value and slopes have first derivatives in reverse mode; other derivatives raise.
+    Call it inside ``jax.shard_map``, with local shards. The result equals that of :func:`alibi_jax.attention` on the
+    whole sequence up to rounding. Query, key, value and slopes have first derivatives in reverse mode; other
+    derivatives raise.
 
-    Shards of keys and values go from device to device until no device needs more, which devices decide together from
-    norms of queries and keys. Where horizons are shorter than a shard, that is one hop.
+    Shards of keys and values are passed from device to device until no device needs more. The number of hops follows
+    from the norms of queries and keys of all devices. If horizons are shorter than a shard, it is one hop.
 
     Arguments that are not listed are those of :func:`alibi_jax.attention`.
 
-    - ``query``: ``[batch, shard_len, num_heads, head_dim]``, the tokens that follow those of the device before.
-      ``key``, ``value`` and ``segment_ids`` (``[batch, shard_len]``) are of the same tokens.
-    - ``slopes``, ``future_slopes``: ``[num_heads]``, those of *all* devices' heads, the same on every device. Default:
-      canonical slopes; they must be given where the query is divided along a further mesh axis and ``head_axis`` is
-      None.
-    - ``axis_name``: The mesh axis that tokens are divided along.
-    - ``head_axis``: The mesh axis that heads are divided along; None if they are not.
-    - ``length``: Tokens of the sequence, the rest being padding, whose results are zeros. Default: those of all shards.
-    - ``tolerance``: The share of softmax weight that may be left out, by keys that are not sent or not computed.
+    - ``query``: ``[batch, shard_len, num_heads, head_dim]``, the tokens after those of the device before. ``key``,
+      ``value`` and ``segment_ids`` (``[batch, shard_len]``) belong to the same tokens.
+    - ``slopes``, ``future_slopes``: ``[num_heads]``, the slopes of *all* devices' heads, equal on every device.
+      Default: canonical slopes. They are required if the query is sharded along a further mesh axis and ``head_axis``
+      is None.
+    - ``axis_name``: The mesh axis along which tokens are sharded.
+    - ``head_axis``: The mesh axis along which heads are sharded; None if they are not.
+    - ``length``: Number of tokens of the sequence; the rest is padding, whose results are zeros. Default: the number of
+      tokens of all shards.
+    - ``tolerance``: The share of softmax weight that may be skipped, keys that are not sent and keys that are not
+      computed taken together.
     - ``implementation``: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``.
 
     Returns:
-        ``[batch, shard_len, num_heads, head_dim]``, of the dtype of ``query``.
+        ``[batch, shard_len, num_heads, head_dim]``, with the dtype of ``query``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value or shape is wrong, or there is no such mesh axis.
-        NotImplementedError: If the implementation asked for cannot tell log-sum-exps.
+        NotImplementedError: If ``implementation`` does not return log-sum-exps.
 
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tokens",))
@@ -117,7 +120,7 @@ def attention(
     return jnp.swapaxes(_attend(Ring(shards, axis_name, axes, implementation), varying_alike(operands)), 1, 2)
 
 
-# Outside of jax.jit, too, it is compiled as one.
+# Compile it as one program also outside of the caller's jax.jit.
 _attend = jax.jit(ring_attention, static_argnums=0)
 
 
@@ -134,9 +137,9 @@ def _axis_size(axis_name: Any, argument: str) -> int:
 
 
 def _default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
-    """Return the canonical slopes of all devices' heads, where it is known how many these are."""
+    """Return the canonical slopes of all devices' heads; raise if the number of heads may be sharded unknown to us."""
     axes = varying(query)
-    if axis_name not in varying(key):  # as with check_vma=False, where nobody knows along which axes they are divided
+    if axis_name not in varying(key):  # check_vma=False: varying axes are not tracked, assume all
         axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     others = sorted(axes - {axis_name})
     if head_axis is None and others:
@@ -148,7 +151,7 @@ def _default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis:
 
 
 def _local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head_shards: int) -> Any:
-    """Return the slopes of this device's heads, of those of all devices' heads."""
+    """Return the slopes of this device's heads, a slice of the slopes of all heads."""
     if slopes is None:
         return None
     check_shard_slopes(name, slopes, heads, head_shards, "devices")

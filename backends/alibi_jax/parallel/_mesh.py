@@ -31,32 +31,32 @@ def sharded_attention(
     segment_ids: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Return ALiBi self-attention of global arrays whose tokens a mesh axis divides, and batch and heads others.
+    """Return ALiBi self-attention of global arrays, sharded along tokens and optionally along batch and heads.
 
-    This is :func:`alibi_jax.parallel.attention` inside ``jax.shard_map``, to be called under ``jax.jit`` or not.
+    This is :func:`alibi_jax.parallel.attention` inside ``jax.shard_map``. It works with and without ``jax.jit``.
 
     Args:
         mesh: The mesh.
-        query: ``[batch, length, num_heads, head_dim]``. The devices need not divide the length.
+        query: ``[batch, length, num_heads, head_dim]``. The length need not be divisible by the number of devices.
         key: ``[batch, length, num_kv_heads, head_dim]``.
-        value: Of the shape of ``key``.
+        value: An array with the shape of ``key``.
         slopes: ``[num_heads]``. Default: the canonical slopes.
-        axis_name: The mesh axis that tokens are divided along.
-        batch_axis: The mesh axis that batch entries are divided along; None if they are not.
-        head_axis: The mesh axis that heads are divided along; None if they are not.
-        length: Tokens that are no padding. Default: all.
-        future_slopes: ``[num_heads]``.
-        segment_ids: ``[batch, length]`` integers.
+        axis_name: The mesh axis along which tokens are sharded.
+        batch_axis: The mesh axis along which batch entries are sharded; None if they are not.
+        head_axis: The mesh axis along which heads are sharded; None if they are not.
+        length: Number of tokens without padding. Default: all.
+        future_slopes: ``[num_heads]`` slopes for keys after the query. Default: ``slopes``.
+        segment_ids: ``[batch, length]`` integers for packed sequences.
         **options: The other arguments of :func:`alibi_jax.parallel.attention`.
 
     Returns:
-        ``[batch, length, num_heads, head_dim]``, divided as the query is.
+        ``[batch, length, num_heads, head_dim]``, sharded as the query.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the mesh has no such axis, arrays are on another mesh, or batch entries or
-            heads do not divide.
-        NotImplementedError: As for :func:`alibi_jax.parallel.attention`.
+        ValueError: If the mesh has no such axis, arrays are on another mesh, or the number of batch entries or heads is
+            not divisible by the number of devices.
+        NotImplementedError: If the implementation does not return log-sum-exps.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("data", "tokens"))
@@ -115,7 +115,7 @@ def sharded_attention(
     in_specs = ([spec] * 3, None if ids is None else Spec(batch_axis, axis_name), {name: Spec() for name in traced})
     attend = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec)
     inputs = ([padded(x) for x in arrays.values()], ids, traced)
-    is_explicit = AxisType.Explicit in mesh.axis_types  # here nothing moves that is not told to
+    is_explicit = AxisType.Explicit in mesh.axis_types  # explicit axes need explicit resharding
     if is_explicit:
         inputs = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), inputs, in_specs)
     result = attend(*inputs)
@@ -133,7 +133,7 @@ def _axis_size(mesh: Mesh, argument: str, axis: Any) -> int:
 
 
 def _check_placed(mesh: Mesh, name: str, array: Any, ndim: int) -> None:
-    """Check how many axes an array has, and that it is on no other mesh."""
+    """Check an array's number of axes, and that it is not on another mesh."""
     if array.ndim != ndim:
         axes = "(batch, length)" if ndim == 2 else "(batch, length, heads, head_dim)"
         raise ValueError(f"{name} must have shape {axes}, got {tuple(array.shape)}")

@@ -1,4 +1,4 @@
-"""Sequence-parallel attention on one device: shards of keys go round until no device needs more of them."""
+"""Sequence-parallel attention of one device: shards of keys go around a ring until no device needs more of them."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from alibi_jax._call import Operands, OtherKeys
 from alibi_jax._compatible import materialised, varying_alike, varying_over
 from alibi_jax._dispatch import Implementation, backward, forward, summed_as
 
-OWN_SHARE = 0.5  # of the tolerance of kernels: for the shard's own keys, the rest for keys of other shards
+OWN_SHARE = 0.5  # The share of the kernels' tolerance for the shard's own keys; the rest is for keys of other shards.
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What is known of sequence-parallel attention when it is traced. Hashable."""
+    """The static parameters of sequence-parallel attention. Hashable."""
 
     shards: Shards
-    axis_name: str  # the mesh axis that tokens are divided along
-    all_axes: tuple[str, ...]  # the mesh axes along which all devices make the same number of hops
+    axis_name: str  # the mesh axis along which tokens are sharded
+    all_axes: tuple[str, ...]  # all manual mesh axes: devices along them make the same number of hops
     implementation: Implementation | None
 
     def is_token(self, distance: int | jax.Array = 0) -> jax.Array:
-        """Return which tokens exist of the shard that is ``distance`` shards before this one: ``[shard_len]``."""
+        """Return ``[shard_len]`` booleans: the tokens that exist in the shard ``distance`` shards before this one."""
         start = (lax.axis_index(self.axis_name) - distance) * self.shards.shard_len
         positions = start + jnp.arange(self.shards.shard_len, dtype=jnp.int32)
         return (positions >= 0) & (positions < self.shards.length)
 
     def passed_on(self, tree: Any, step: int) -> Any:
-        """Return the arrays of the shard that is ``step`` before this one; the last shard is before the first."""
+        """Return the arrays of the shard ``step`` shards before this one, cyclically."""
         count = self.shards.num_shards
         pairs = [(shard, (shard + step) % count) for shard in range(count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
 
 
 class Sums(NamedTuple):
-    """Attention to the keys so far."""
+    """Attention to the keys seen so far."""
 
     result: jax.Array  # [batch, num_heads, shard_len, head_dim], working dtype
     log_sum_exps: jax.Array  # [batch, num_heads, shard_len]; -inf for a query that sees no key
@@ -55,27 +55,28 @@ class Visitors(NamedTuple):
 
     key: jax.Array  # [batch, num_kv_heads, shard_len, head_dim]
     value: jax.Array  # [batch, num_kv_heads, shard_len, head_dim]
-    ids: jax.Array | None  # [batch or 1, shard_len]: their segments
+    ids: jax.Array | None  # [batch or 1, shard_len]: segment ids of the keys
 
 
 class Part(NamedTuple):
-    """The keys of one shard, and the queries that may see them."""
+    """The keys of one shard, and the local queries that may see them."""
 
     operands: Operands
-    rows: jax.Array  # [shard_len]: whether a query may see these keys
+    rows: jax.Array  # [shard_len]: True for queries that may see these keys
 
     @classmethod
     def own(cls, ring: Ring, local: Operands) -> Part:
-        """Return the part of the shard's own keys."""
+        """Return the part with the shard's own keys."""
+        # HALO_SHARE of the tolerance is for keys that are not sent; the kernels share the rest.
         tolerance = (1 - HALO_SHARE) * OWN_SHARE * local.call.tolerance
         call = replace(local.call, q_offset=0, tolerance=tolerance)
         return cls(local._replace(call=call, other_keys=OtherKeys()), ring.is_token())
 
     @classmethod
     def visiting(cls, ring: Ring, local: Operands, visitors: Visitors, hops: Any, sign: int, lower: jax.Array) -> Part:
-        """Return the part of the keys of the shard that is ``hops`` before this one (``sign`` 1) or after it (-1).
+        """Return the part with the keys of the shard ``hops`` shards before this one (``sign`` 1) or after it (-1).
 
-        ``lower``, ``[batch, num_heads, shard_len]``, are lower bounds of log-sum-exps.
+        ``lower``, ``[batch, num_heads, shard_len]``, are lower bounds of the log-sum-exps.
         """
         distance, is_past, call = sign * hops, sign > 0, local.call
         source = ring.is_token(distance)
@@ -100,9 +101,10 @@ class Part(NamedTuple):
         return Sums(result, jnp.where(self.rows & (logs != jnp.inf), logs, -jnp.inf))
 
     def added(self, ring: Ring, sums: Sums) -> Sums:
-        """Return attention to the keys so far and to those of this part."""
+        """Merge ``sums`` with the attention to this part, weighted by their log-sum-exps."""
         both = sums, self.attended(ring)
         highest = jnp.maximum(*(x.log_sum_exps for x in both))
+        # Neither part has a key for this query: avoid -inf - -inf.
         highest = jnp.where(jnp.isneginf(highest), 0, highest)
         weights = [jnp.exp(x.log_sum_exps - highest) for x in both]  # [batch, num_heads, shard_len]
         total = weights[0] + weights[1]
@@ -110,7 +112,7 @@ class Part(NamedTuple):
         return Sums(both[0].result * shares[0] + both[1].result * shares[1], highest + jnp.log(total))
 
     def gradients(self, ring: Ring, sums: Sums, cotangent: jax.Array, slopes_too: bool) -> list[jax.Array]:
-        """Return what this part adds to the gradients of its operands, of the attention ``sums`` to all parts."""
+        """Return this part's contribution to the gradients; ``sums`` is the attention to all parts."""
         logs = jnp.where(self.rows & ~jnp.isneginf(sums.log_sum_exps), sums.log_sum_exps, jnp.inf)
         arguments = sums.result, logs, cotangent, ring.implementation
         return backward(self.operands, *arguments, slopes_too=slopes_too)
@@ -120,9 +122,9 @@ class Part(NamedTuple):
 
 
 def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
-    """Return this device's ``[batch, num_heads, shard_len, head_dim]``, of the dtype of the query.
+    """Return this device's result, ``[batch, num_heads, shard_len, head_dim]``, with the dtype of the query.
 
-    The operands are those of this device, along all axes that any of them varies over.
+    The operands are this device's, and all vary over the same mesh axes.
     """
     call = operands.call
     differentiable = *operands[:3], call.slopes, call.future_slopes
@@ -143,7 +145,7 @@ def _result(ring: Ring, differentiable: Any, sums: Sums) -> jax.Array:
 
 
 def _forward(ring: Ring, differentiable: Any, others: Any) -> tuple[jax.Array, Any]:
-    # None or True, so that the structure of the residuals says whether slopes have gradients.
+    # None or True, not False: the pytree structure of the residuals must say statically whether slopes have gradients.
     slopes_too = any(x is not None and x.perturbed for x in differentiable[3:]) or None
     differentiable, others = jax.tree.map(
         lambda x: x.value, (differentiable, others), is_leaf=lambda x: hasattr(x, "perturbed")
@@ -161,7 +163,7 @@ def _backward(ring: Ring, residuals: Any, cotangent: Any) -> tuple[Any, None]:
     local = _local_operands(ring, differentiable, others)
     tensors, slopes = _gradients(ring, local, sums, cotangent.astype(dtype), hops, slopes_too is not None)
     given = [x for x in differentiable[3:] if x is not None]
-    # Gradients of slopes that nobody asks for are zeros: JAX wants one structure.
+    # JAX requires gradients of slopes even if they were not requested: return zeros.
     found = (
         [summed_as(*pair) for pair in zip(slopes, given, strict=True)] if slopes else list(map(jnp.zeros_like, given))
     )
@@ -172,19 +174,19 @@ _differentiated.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _local_operands(ring: Ring, differentiable: Any, others: Operands) -> Operands:
-    """Return the operands of a shard, with zeros in place of padding."""
+    """Return the operands of this shard, with padding replaced by zeros and masked."""
     *tensors, slopes, future_slopes = differentiable
     call = replace(others.call, slopes=slopes, future_slopes=future_slopes)
     if ring.shards.has_padding:
         tokens = ring.is_token()
         tensors = [jnp.where(tokens[:, None], x, 0).astype(x.dtype) for x in tensors]
-        # Causal queries that are tokens do not see padding, which follows them.
+        # Padding is at the end, so causal attention needs no mask for it.
         call = replace(call, mask=None if call.is_causal else tokens[None, None, None])
     return Operands(*tensors, call)
 
 
 def _attended_to_all(ring: Ring, local: Operands) -> tuple[Sums, jax.Array]:
-    """Return attention to all keys, and how many hops it took for keys before, and after: int32 ``[2]``."""
+    """Return attention to all keys, and the number of hops for keys before and after: int32 ``[2]``."""
     sums, hops = Part.own(ring, local).attended(ring), jnp.zeros(2, jnp.int32)
     if ring.shards.num_shards == 1:
         return sums, hops
@@ -198,7 +200,7 @@ def _attended_to_all(ring: Ring, local: Operands) -> tuple[Sums, jax.Array]:
             visitors = ring.passed_on(visitors, sign)
             return visitors, Part.visiting(ring, local, visitors, hop + 1, sign, lower).added(ring, sums)
 
-        # All that goes round varies over the mesh axes that anything varies over.
+        # The loop state must vary over the same mesh axes as the values computed in the loop.
         state = varying_alike((_visitors(local), sums, local))[:2]
         with jax.named_scope("alibi_ring"):
             sums = lax.fori_loop(0, count, step, state)[1]
@@ -208,7 +210,7 @@ def _attended_to_all(ring: Ring, local: Operands) -> tuple[Sums, jax.Array]:
 def _gradients(
     ring: Ring, local: Operands, sums: Sums, cotangent: jax.Array, hops: jax.Array, slopes_too: bool
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the gradients of query, key and value, in the working dtype, and, if asked for, of each entry's slopes."""
+    """Return the gradients of query, key and value, in the working dtype, and if requested of each entry's slopes."""
     of_query, of_key, of_value, *of_slopes = Part.own(ring, local).gradients(ring, sums, cotangent, slopes_too)
     if ring.shards.num_shards == 1:
         return [of_query, of_key, of_value], of_slopes
@@ -220,7 +222,7 @@ def _gradients(
             visitors, of_visitors = ring.passed_on((visitors, of_visitors), sign)
             part = Part.visiting(ring, local, visitors, hop + 1, sign, lower)
             by_query, by_key, by_value, *by_slopes = part.gradients(ring, sums, cotangent, slopes_too)
-            # Keys before the queries have no gradient by future slopes.
+            # Keys before the queries give no gradient for future slopes.
             of_own = [x + y for x, y in itertools.zip_longest(of_own, [by_query, *by_slopes], fillvalue=0)]
             return visitors, [of_visitors[0] + by_key, of_visitors[1] + by_value], of_own
 
@@ -238,12 +240,12 @@ def _gradients(
 
 
 def _directions(local: Operands, hops: jax.Array) -> list[tuple[int, jax.Array]]:
-    """Return the directions that keys come from, 1 for before and -1 for after, and how many hops each takes."""
+    """Return the directions from which keys come, 1 for before and -1 for after, each with its number of hops."""
     return [(1, hops[0])] if local.call.is_causal else [(1, hops[0]), (-1, hops[1])]
 
 
 def _visitors(local: Operands) -> Visitors:
-    """Return what goes round, where it starts."""
+    """Return the shard's own keys and values, the first to go around the ring."""
     return Visitors(local.key, local.value, local.call.kv_segment_ids)
 
 
@@ -251,19 +253,19 @@ def _visitors(local: Operands) -> Visitors:
 
 
 class Measured(NamedTuple):
-    """What is known of a shard's queries and of all keys of the sequence: ``[batch, num_heads, shard_len]``."""
+    """Bounds for each query of the shard, from norms of all keys: ``[batch, num_heads, shard_len]``."""
 
-    bound: jax.Array  # no score with a centred key is larger in size
-    shift: jax.Array  # the score with the centre
-    margin: jax.Array  # how far a log-sum-exp may be off for rounding
+    bound: jax.Array  # upper bound of the absolute score with any centred key
+    shift: jax.Array  # the score with the centre, the mean of all keys
+    margin: jax.Array  # upper bound of the rounding error of a log-sum-exp
 
     @classmethod
     def of(cls, ring: Ring, local: Operands) -> Measured:
-        """Measure them. All devices along the sequence have to take part."""
+        """Measure queries and keys. All devices along the sequence must take part."""
         call, dtype = local.call, local.call.working_dtype
         keys, query = local.key.astype(dtype), local.query.astype(dtype)
-        # Softmax ignores a vector taken from every key; without their mean they are smaller. Padding is zeros, which
-        # add nothing to the sum but may be far from the mean.
+        # A vector subtracted from every key cancels in softmax; without their mean, keys have smaller norms. Padding is
+        # zeros, which add nothing to the sum but may be far from the mean, so it is excluded from the norms.
         centre = lax.psum(jnp.sum(keys, axis=2), ring.axis_name) / ring.shards.length  # [batch, num_kv_heads, head_dim]
         tokens = ring.is_token()
         largest = [jnp.max(jnp.where(tokens, norm_bounds(x), 0), axis=2) for x in (keys - centre[:, :, None], keys)]
@@ -276,19 +278,19 @@ class Measured(NamedTuple):
         return cls(bound, shift * call.scale, margin)
 
     def lower(self, log_sum_exps: jax.Array) -> jax.Array:
-        """Return lower bounds of log-sum-exps, given those of a part of the keys."""
+        """Return lower bounds of log-sum-exps over all keys, from the log-sum-exps over a part of them."""
         return log_sum_exps - self.margin
 
 
 def _hops_needed(ring: Ring, local: Operands, lower: jax.Array, measured: Measured) -> jax.Array:
-    """Return how many shards before its own any device's queries need, and after: int32 ``[2]``, the same everywhere.
+    """Return how many shards before and after its own a device needs at most: int32 ``[2]``, equal on all devices.
 
-    ``lower`` are lower bounds of log-sum-exps.
+    ``lower`` are lower bounds of the log-sum-exps.
     """
     call, shards, size = local.call, ring.shards, ring.shards.shard_len
     shard, index = lax.axis_index(ring.axis_name), jnp.arange(size, dtype=jnp.int32)
     excess = measured.bound - (lower - measured.shift)  # [batch, num_heads, shard_len]
-    # A score that cannot be bounded may exceed everything.
+    # NaN and inf: the score cannot be bounded, so all keys are needed.
     excess = jnp.where(jnp.abs(excess) < jnp.inf, excess, jnp.asarray(jnp.inf, excess.dtype))
     future = call.slopes if call.future_slopes is None else call.future_slopes
     tolerance = HALO_SHARE * call.tolerance * (1.0 if call.is_causal else 0.5)  # on one side of a query
@@ -298,5 +300,6 @@ def _hops_needed(ring: Ring, local: Operands, lower: jax.Array, measured: Measur
         limit = exist if call.window_size is None else jnp.minimum(exist, call.window_size)
         far = tokens_beyond(jnp, slopes[..., None], excess, tolerance, inside, limit).astype(jnp.int32)
         needs.append(jnp.max(jnp.where(ring.is_token(), far, 0)))
+    # From tokens to shards, rounded up; all devices take the largest number.
     hops = -(-jnp.stack(needs) // size)
     return lax.pmax(varying_over(hops, ring.all_axes), ring.all_axes)

@@ -1,6 +1,6 @@
 """Keys and values of earlier tokens, and attention to them.
 
-In go new keys and values. Out comes attention to all that a cache holds.
+Input: new keys and values. Output: attention over all cached tokens.
 """
 
 from alibi_mlx.caches._kv_cache import KVCache

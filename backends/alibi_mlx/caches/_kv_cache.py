@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, for decoding."""
+"""A key/value cache for decoding."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from alibi_core.backend.horizon import KeyNorms
 from alibi_mlx import _attention
 from alibi_mlx._plan import norm_bounds
 
-STEP = 256  # tokens; the cache grows by as many at a time, so that it is not copied with each token
-BLOCK = 128  # keys that one bound of their norms is for
+STEP = 256  # The cache grows by this many tokens at a time, so that it is not copied for each token.
+BLOCK = 128  # The cache stores one upper bound of norms for each block of this many keys.
 
 
 class KVCache:
-    """A growing key/value cache, with the protocol that the models of mlx-lm expect of one.
+    """A growing key/value cache with the protocol of mlx-lm's caches.
 
-    It also keeps what the horizon needs to know of keys, for :meth:`attend`.
+    It also stores bounds of key norms, from which :meth:`attend` derives the horizon.
 
     Attributes:
-        keys: ``[batch, num_kv_heads, capacity, head_dim]``, of which the first ``offset`` positions are in use; None
-            while the cache is empty.
-        values: Likewise.
-        offset: Tokens held, by the longest row if rows have lengths of their own.
-        lengths: Those, ``[batch]`` int32; None while all rows are as long.
-        batch_size: As given.
-        max_length: As given.
+        keys: ``[batch, num_kv_heads, capacity, head_dim]``; the first ``offset`` positions are in use. None while the
+            cache is empty.
+        values: ``[batch, num_kv_heads, capacity, head_dim]``, in use as ``keys``.
+        offset: Number of cached tokens; of the longest row, if the lengths of rows differ.
+        lengths: The length of each row, ``[batch]`` int32; None while all rows have equal lengths.
+        batch_size: The argument ``batch_size``.
+        max_length: The argument ``max_length``.
 
     Args:
-        batch_size: Sequences. Default: as many as the first keys are of.
-        max_length: Tokens that may be held. Default: any number.
+        batch_size: Number of sequences. Default: that of the first keys.
+        max_length: Capacity, in tokens. Default: unlimited.
 
     Raises:
         TypeError: If an argument is no integer.
-        ValueError: If one is less than 1.
+        ValueError: If an argument is less than 1.
 
     Example:
         >>> cache = KVCache(max_length=5)
@@ -65,20 +65,20 @@ class KVCache:
         self._forget()
 
     def append(self, key: mx.array, value: mx.array, *, lengths: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        """Store the keys and values of further tokens and return those of all tokens so far.
+        """Store the keys and values of new tokens and return those of all tokens so far.
 
         Args:
-            key: ``[batch, num_kv_heads, new, head_dim]``; so is what is returned, of all tokens.
-            value: Likewise; its ``head_dim`` may be another.
-            lengths: ``[batch]`` integers: how many of the new tokens of each row count, where prompts of different
-                lengths are padded behind. What comes next goes behind those. Default: all.
+            key: ``[batch, num_kv_heads, new, head_dim]``. The returned arrays have this shape, with all tokens.
+            value: ``[batch, num_kv_heads, new, head_dim]``; ``head_dim`` may differ from that of ``key``.
+            lengths: ``[batch]`` integers: the number of new tokens in each row, for prompts of different lengths with
+                padding at the end. Later tokens follow them directly. Default: all ``new`` tokens.
 
         Raises:
             TypeError: If an argument is no floating MLX array of four axes.
-            ValueError: If there is no room, or what is held is of another batch size, shape or dtype.
+            ValueError: If the cache is full, or has another batch size, shape or dtype.
         """
         if self.offset == 0:
-            self._forget()  # the sizes of earlier tokens, now forgotten, decide nothing
+            self._forget()  # an empty cache accepts any sizes, also after truncation
         self._check_new(key, value)
         start, end = self.offset, self.offset + key.shape[-2]
         if lengths is None and self.lengths is None:
@@ -91,7 +91,7 @@ class KVCache:
         tokens = RowTokens.of(self._held(counts.size), counts)
         end = int(tokens.ends.max(initial=0))
         keys, values = self._with_room(key, value, end)
-        # The places behind a shorter row are read, too: of a NaN there, a weight of 0 makes NaN.
+        # Padding of shorter rows is read with weight 0, and 0 * NaN is NaN: zero it.
         keys[..., start:end, :] = values[..., start:end, :] = 0.0
         if tokens.rows.size:
             rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
@@ -103,14 +103,16 @@ class KVCache:
 
     @property
     def key_norms(self) -> mx.array | None:
-        """What no norm of each 128 keys exceeds, ``[batch, num_kv_heads, blocks]``, float32; None if there are none.
+        """Upper bounds of the norms of each block of 128 keys, ``[batch, num_kv_heads, blocks]`` float32, or None.
 
-        Asking for it measures the keys that came since the last time, so other models never pay for it.
+        Reading this property measures the keys that are new since the last time, so models that do not use it do not
+        pay for it.
         """
         if self.keys is not None and self._measured < self.offset:
-            first = self._measured // BLOCK  # the first block that is not measured as a whole
+            first = self._measured // BLOCK  # the first block that is not measured completely
             norms = norm_bounds(self.keys[..., first * BLOCK : self.offset, :])
             norms = mx.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % BLOCK)])
+            # [batch, num_kv_heads, blocks, BLOCK] -> [batch, num_kv_heads, blocks]
             norms = mx.unflatten(norms, -1, (-1, BLOCK)).max(axis=-1)
             before = [] if self._norms is None else [self._norms[..., :first]]
             self._norms, self._measured = mx.concatenate([*before, norms], axis=-1), self.offset
@@ -131,16 +133,16 @@ class KVCache:
         lengths: mx.array | None = None,
         law: str = "linear",
     ) -> mx.array:
-        """Return the causal attention of the last tokens held over all tokens held.
+        """Return the causal attention of the last cached tokens over all cached tokens, shaped as ``query``.
 
-        It equals :func:`alibi_mlx.attention` on what :meth:`append` returned, whose arguments these are, but need not
-        read all keys to find out how large they are.
+        It equals :func:`alibi_mlx.attention` on the arrays that :meth:`append` returned, with the same arguments, but
+        uses the cached norms, so it need not read all keys to measure them.
 
         Args:
-            query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens, as is the result.
-            mask: Over all tokens held; of ``segment_ids``, a pair, the second is.
-            lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
-                its tokens; the others' results mean nothing. Default: all.
+            query: ``[batch, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
+            mask: Booleans over all cached tokens. ``segment_ids`` are a pair, for queries and for all cached tokens.
+            lengths: ``[batch]`` integers: the number of queries in each row, as given to :meth:`append`; results of
+                the padding are undefined. Default: all ``q_len`` queries.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
@@ -160,13 +162,14 @@ class KVCache:
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
         if not call.has_offset_array:
             check_span(self.offset, query.shape[2])
-        # Norms that were computed and not used would hold on to the keys, which the next token then had to copy.
+        # Pass norms lazily: an unevaluated norms array would keep a reference to the keys, which the next append would
+        # then have to copy.
         return _attention.run(call, query, key, value, implementation, lambda: KeyNorms(self.key_norms, BLOCK))
 
     def truncate(self, length: int | mx.array) -> None:
-        """Forget all tokens but the first ``length`` of each row: a number, or ``[batch]`` integers.
+        """Remove all tokens after the first ``length`` of each row: a number, or ``[batch]`` integers.
 
-        So rows go on from where they differ, as after tokens that were guessed.
+        Speculative decoding uses it to remove rejected tokens, whose number differs between rows.
         """
         if isinstance(length, mx.array):
             batch_size = length.size if self.keys is None else self.keys.shape[0]
@@ -177,9 +180,10 @@ class KVCache:
             self.offset = min(self.offset, non_negative_int("length", length))
 
     def select_batch(self, indices: mx.array) -> None:
-        """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
+        """Replace the batch by the sequences at ``indices``, in that order; indices may repeat.
 
-        Beam search does so. ``indices`` are integers, of any number; IndexError if there is no such sequence.
+        Beam search uses it to drop and to duplicate candidates. ``indices`` are ``[new batch]`` integers; an index out
+        of range raises an IndexError.
         """
         if self.keys is not None:
             check_indices(mx, indices, self.keys.shape[0])
@@ -191,7 +195,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Number of cached tokens."""
         return self.offset
 
     def __repr__(self) -> str:
@@ -203,16 +207,16 @@ class KVCache:
     # --- The protocol of mlx-lm ---------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store further tokens and return all, as :meth:`append` does."""
+        """Store new tokens and return all, as :meth:`append` does."""
         return self.append(keys, values)
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Keys and values in use, and ``offset``; ``()`` while the cache is empty. Set it to put them back.
+        """Keys and values in use, and ``offset``; ``()`` while the cache is empty. Assign it to restore a cache.
 
-        Where rows have ``lengths`` of their own, these come fourth.
+        If the lengths of rows differ, ``lengths`` come fourth.
 
-        What is set may be the state of mlx-lm's own ``KVCache``, or keys and values alone.
+        The assigned state may also come from mlx-lm's ``KVCache``, or be keys and values alone.
         """
         if self.keys is None:
             return ()
@@ -229,29 +233,29 @@ class KVCache:
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> KVCache:
-        """Return a cache without limits that holds such a :attr:`state`."""
+        """Return a cache without limits, restored from a :attr:`state`."""
         cache = cls()
         cache.state = state
         return cache
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values, room for more included."""
+        """Bytes of keys and values, unused capacity included."""
         return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
 
     @classmethod
     def merge(cls, caches: list[KVCache]) -> Any:
-        """Return mlx-lm's cache of a batch that holds what these hold, of a text each."""
+        """Return mlx-lm's ``BatchKVCache`` made from these caches, one text each."""
         from mlx_lm.models.cache import BatchKVCache
 
         return BatchKVCache.merge(caches)
 
     def size(self) -> int:
-        """Return how many tokens are held."""
+        """Return the number of cached tokens."""
         return self.offset
 
     def empty(self) -> bool:
-        """Return whether there are none."""
+        """Return whether the cache has no tokens."""
         return self.offset == 0
 
     def is_trimmable(self) -> bool:
@@ -259,7 +263,7 @@ class KVCache:
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the last ``n`` tokens, or all if there are fewer, and return how many those were."""
+        """Remove the last ``n`` tokens, or all if there are fewer, and return the number of removed tokens."""
         before, n = self.offset, non_negative_int("n", n)
         if self.lengths is None:
             self.offset = max(before - n, 0)
@@ -268,10 +272,10 @@ class KVCache:
         return before - self.offset
 
     def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
-        """Return mlx-lm's mask of ``length`` tokens to come: ``[length, offset + length]``, None or ``"causal"``.
+        """Return mlx-lm's mask for ``length`` new tokens: ``[length, offset + length]``, None or ``"causal"``.
 
-        In ``window_size`` a token itself counts. It is None for one token, which sees everything without a window, and
-        ``"causal"`` for several where it need not be an array.
+        ``window_size`` includes the token itself. The mask is None for one token without a window, which sees
+        everything, and ``"causal"`` for several tokens unless an array is required.
         """
         from mlx_lm.models.cache import create_attention_mask
 
@@ -279,7 +283,7 @@ class KVCache:
             raise ValueError("cache must have rows of one length for a mask that all share, got lengths; see attend")
         return create_attention_mask(length, self.offset, return_array, window_size)
 
-    # --- What is held -------------------------------------------------------------------------------------------------
+    # --- Storage ------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self.keys: mx.array | None = None
@@ -287,17 +291,17 @@ class KVCache:
         self.lengths: mx.array | None = None
         self.offset = 0
         self._norms: mx.array | None = None
-        self._measured = 0  # tokens, from the first on, whose norms are known
+        self._measured = 0  # the norms of the first this many tokens are in _norms
 
     def _held(self, batch_size: int = 1) -> np.ndarray[Any, Any]:
-        """Return how many tokens each row holds."""
+        """Return the number of cached tokens in each row."""
         return np.full(batch_size, self.offset) if self.lengths is None else np.asarray(self.lengths)
 
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
         self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max(initial=0))
 
     def _keep(self, most: np.ndarray[Any, Any]) -> None:
-        """Forget all tokens but ``most`` of each row; their places remain among those that are read."""
+        """Truncate each row to ``most`` tokens; zero the removed slots, which are still read with weight 0."""
         held = self._held(most.size)
         lengths = np.minimum(held, most)
         forgotten = RowTokens.of(lengths, held - lengths)
@@ -307,9 +311,9 @@ class KVCache:
         self._hold(lengths)
 
     def _check_new(self, key: mx.array, value: mx.array) -> None:
-        """Check that keys and values fit each other and those that are held, in all but their number."""
+        """Check that new keys and values have the shape (except the length) and dtype of the cache, if it has any."""
         like = (key, value) if self.keys is None else (self.keys, self.values)
-        sizes = (0, 0, 0, 0)  # of no array of four axes: it is refused before they are looked at
+        sizes = (0, 0, 0, 0)  # placeholder for arrays without four axes, which check_new_tokens refuses first
         if all(len(getattr(x, "shape", ())) == 4 for x in like):
             sizes = (self.batch_size or like[0].shape[0], like[0].shape[1], like[0].shape[3], like[1].shape[3])
         check_new_tokens(mx, key, value, sizes, getattr(like[0], "dtype", None))
@@ -321,7 +325,7 @@ class KVCache:
             raise ValueError(f"offset must be at most the cache's capacity, {capacity} tokens, got {self.offset}")
 
     def _with_room(self, key: mx.array, value: mx.array, end: int) -> tuple[mx.array, mx.array]:
-        """Make room for ``end`` tokens, if there is none yet, and return the keys and values that are held."""
+        """Grow the cache to a capacity of at least ``end`` tokens if needed, and return its keys and values."""
         check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
         if self.keys is None or end > self.keys.shape[-2]:
             capacity = min(-(-end // STEP) * STEP, self.max_length or math.inf)
@@ -334,7 +338,7 @@ class KVCache:
 
 
 def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:
-    """Return how many of ``new`` tokens count in each row."""
+    """Return the number of new tokens in each row; ``new`` without ``lengths``."""
     if lengths is None:
         return np.full(batch_size, new)
     return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)

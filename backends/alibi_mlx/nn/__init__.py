@@ -1,6 +1,6 @@
-"""Layers and models for MLX, and how checkpoints load into them.
+"""Layers and models for MLX, and loading of checkpoints.
 
-In go configurations, arrays and checkpoints. Out come modules with trainable parameters.
+Input: configurations, arrays and checkpoints. Output: modules with trainable parameters.
 """
 
 from alibi_core.backend.models import AlibiConfig

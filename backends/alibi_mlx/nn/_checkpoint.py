@@ -1,4 +1,4 @@
-"""Checkpoints of models with ALiBi as a language model or an encoder of this package."""
+"""Loading of checkpoints with ALiBi into :class:`AlibiLanguageModel` or :class:`AlibiEncoder`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def load_checkpoint(
 ) -> AlibiLanguageModel | AlibiEncoder:
     """Return a model with the weights of a checkpoint: a language model for decoders, an encoder for encoders.
 
-    ``docs/checkpoints.md`` lists the families, and how exactly they are reproduced. The model is in evaluation mode and
-    has no dropout. Nothing is downloaded, and nothing in the files is executed.
+    ``docs/checkpoints.md`` lists the supported families, and how exactly they are reproduced. The model is in
+    evaluation mode and has no dropout. Nothing is downloaded, and nothing in the files is executed.
 
     Args:
-        directory: Where ``config.json`` and ``model.safetensors`` are, or several such files and
-            ``model.safetensors.index.json``, as ``save_pretrained`` writes them.
-        dtype: Dtype of the parameters. Default: that of the stored embeddings.
+        directory: The directory with ``config.json`` and ``model.safetensors`` (or its shards and
+            ``model.safetensors.index.json``), as ``save_pretrained`` writes them.
+        dtype: Dtype of the parameters. Default: the dtype of the stored embeddings.
 
     Returns:
-        The model, its tokens those of the checkpoint.
+        The model, with the checkpoint's vocabulary.
 
     Raises:
         FileNotFoundError: If a file is missing.
         TypeError: If an argument, or an entry of ``config.json``, is of the wrong kind.
-        ValueError: If the checkpoint is of another model or one without ALiBi, is damaged, or does not hold the
-            tensors that its config describes.
+        ValueError: If the checkpoint belongs to an unsupported model or one without ALiBi, is damaged, or lacks tensors
+            that its config describes.
 
     Example:
         >>> model = load_checkpoint("models/bloom-560m")  # doctest: +SKIP

@@ -11,18 +11,18 @@ from alibi_mlx.nn._transformer import AttentionFactory, Parts
 
 
 class AlibiEncoder(nn.Module, models.BaseEncoder):
-    """Embed texts of any length, as vectors: each token sees those before and after it.
+    """Embed texts of any length as vectors: each token sees the tokens before and after it.
 
-    ``encode`` is not for ``mx.compile``.
+    ``encode`` does not support ``mx.compile``.
 
     Args:
         config: Shape of the model; must not be causal.
         vocab_size: Number of different tokens.
-        attention: As for :class:`AlibiTransformer`.
+        attention: As in :class:`AlibiTransformer`: a factory of attention layers.
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
-        ValueError: If it is below 1, or ``config`` describes a decoder.
+        ValueError: If ``vocab_size`` is below 1, or ``config`` describes a decoder.
 
     Example:
         >>> model = AlibiEncoder(AlibiConfig(num_layers=1, is_causal=False, dropout=0.0), vocab_size=256)

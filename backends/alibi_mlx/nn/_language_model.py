@@ -1,4 +1,4 @@
-"""A language model on the ALiBi transformer: tokens in, logits out, and text that goes on from a prompt."""
+"""A language model on the ALiBi transformer: tokens in, logits out, and generation from a prompt."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from alibi_mlx.nn._transformer import AttentionFactory, Parts
 
 
 class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
-    """Predict each next token from those before it, at any length.
+    """Predict each next token from the tokens before it, at any length.
 
-    One matrix embeds the tokens and reads out the logits; ``config`` may ask for a head of its own.
-    mlx-lm runs the model as it is: ``mlx_lm.generate(model, tokenizer, prompt)``, after ``model.eval()`` if it has
-    dropout. Its options ``max_kv_size`` and ``kv_bits`` are for caches of its own, and change nothing.
+    The embedding matrix also computes the logits, unless ``config`` asks for a separate head. mlx-lm can run the model:
+    ``mlx_lm.generate(model, tokenizer, prompt)``, after ``model.eval()`` if it has dropout. The options
+    ``max_kv_size`` and ``kv_bits`` of mlx-lm apply to its own caches and have no effect here.
 
     Args:
         config: Shape of the model; must be causal.
         vocab_size: Number of different tokens.
-        attention: As for :class:`AlibiTransformer`.
+        attention: As in :class:`AlibiTransformer`: a factory of attention layers.
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
-        ValueError: If it is below 1, or ``config`` describes an encoder.
+        ValueError: If ``vocab_size`` is below 1, or ``config`` describes an encoder.
 
     Example:
         >>> model = AlibiLanguageModel(AlibiConfig(num_layers=1), vocab_size=256)
@@ -60,14 +60,15 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
-            mask, segment_ids, caches, positions: As for :class:`AlibiTransformer`.
-            cache: The same as ``caches``, in the words of mlx-lm.
+            mask, segment_ids, caches, positions: As in :class:`AlibiTransformer`.
+            cache: mlx-lm's name for ``caches``.
 
         Returns:
             ``[batch, length, vocab_size]``.
 
         Raises:
-            ValueError: If both ``caches`` and ``cache`` are given; and as for :class:`AlibiTransformer`.
+            ValueError: If both ``caches`` and ``cache`` are given, or an argument of :class:`AlibiTransformer` is
+                wrong.
         """
         if cache is not None and caches is not None:
             raise ValueError("cache must be None where caches are given: both mean one cache a block")
@@ -76,11 +77,11 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
 
     @property
     def layers(self) -> list[Any]:
-        """The blocks, as mlx-lm counts them."""
+        """The blocks, under the name that mlx-lm uses."""
         return self.transformer.blocks
 
     def make_cache(self) -> list[Any]:
-        """Return an empty cache for each block, for any number of sequences and tokens, as mlx-lm asks for them."""
+        """Return an empty cache for each block, for any number of sequences and tokens; mlx-lm calls this."""
         return self.transformer.make_caches()
 
     def _tied_head(self, hidden: mx.array) -> mx.array:
@@ -94,5 +95,5 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
             chosen = logits.argmax(axis=-1)
         else:
             chosen = mx.random.categorical(rules.filter_logits(logits), axis=-1, key=key)
-        mx.async_eval(chosen)  # while the next step is being put together
+        mx.async_eval(chosen)  # compute it while Python builds the next step
         return chosen

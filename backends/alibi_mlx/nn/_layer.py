@@ -16,23 +16,23 @@ from alibi_mlx.caches import KVCache
 
 
 class AlibiAttention(nn.Module, models.BaseAttention):
-    """Multi-head self-attention whose only notion of position is ALiBi.
+    """Multi-head self-attention whose only positional information is ALiBi.
 
-    Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), under the same names in every
-    backend, so that what ``save_weights`` writes as safetensors loads into any of them. Fixed slopes are no parameter
-    and not saved; learnable ones are the parameter ``log_slopes``, whose exponential stays positive whatever the
-    optimizer does. Both stay float32 under ``set_dtype``.
+    Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
+    backend, so that safetensors files of ``save_weights`` load into any of them. Fixed slopes are no parameter and are
+    not saved. Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. Both stay float32
+    under ``set_dtype``.
 
-    A cache may be any object with ``offset`` and ``update_and_fetch`` as mlx-lm's ``KVCache`` has them.
+    A cache may be any object with ``offset`` and ``update_and_fetch``, such as mlx-lm's ``KVCache``.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
             fields of :class:`AlibiConfig`.
-        head_dim: Features a head. Default ``embed_dim // num_heads``.
-        slopes: ``[num_heads]`` slopes, an MLX or NumPy array. Default: the canonical ones. A tensor-parallel shard
-            passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
+        head_dim: Features per head. Default ``embed_dim // num_heads``.
+        slopes: ``[num_heads]`` slopes, an MLX or NumPy array. Default: the canonical slopes. A tensor-parallel shard
+            passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
         future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
-        implementation: As for :func:`alibi_mlx.attention`.
+        implementation: As in :func:`alibi_mlx.attention`: the name of an implementation, or None.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -88,7 +88,7 @@ class AlibiAttention(nn.Module, models.BaseAttention):
         )
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = nn.Dropout(dropout)
-        # MLX takes arrays under names with an underscore for no parameters.
+        # MLX does not treat arrays as parameters if their names begin with an underscore.
         slopes, future_slopes = mx.array(self.shape.slopes), self.shape.future_slopes
         self._slopes = None if learnable_slopes else slopes
         self._future_slopes = None if future_slopes is None else mx.array(future_slopes)
@@ -102,7 +102,7 @@ class AlibiAttention(nn.Module, models.BaseAttention):
 
     @property
     def future_slopes(self) -> mx.array | None:
-        """The slopes for keys after the query, ``[num_heads]`` float32; None if there are none of their own."""
+        """The slopes for keys after the query, ``[num_heads]`` float32; None if they equal ``slopes``."""
         return self._future_slopes
 
     def _attend_to(
@@ -115,11 +115,11 @@ class AlibiAttention(nn.Module, models.BaseAttention):
         return self._attend_to_foreign(cache, query, key, value, rules), None
 
     def make_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
-        """Return an empty cache, for any number of sequences and tokens unless they are given.
+        """Return an empty cache.
 
         Args:
-            batch_size: Sequences.
-            max_length: Tokens that the cache can hold.
+            batch_size: Number of sequences. Default: that of the first keys.
+            max_length: Capacity, in tokens. Default: unlimited.
         """
         return KVCache(batch_size=batch_size, max_length=max_length)
 
@@ -130,7 +130,7 @@ class AlibiAttention(nn.Module, models.BaseAttention):
             raise TypeError(f"cache must have offset and update_and_fetch, as KVCache has, got {type(cache).__name__}")
         held, padding = cache.offset, padding_of(cache)
         key, value = cache.update_and_fetch(key, value)
-        # Distances are counted from the last key back: the cache must not have dropped, moved or encoded any.
+        # Distances count back from the last key, so the cache must not have dropped, reordered or quantized keys.
         is_whole = isinstance(key, mx.array) and is_int(cache.offset) and cache.offset == key.shape[-2]
         if padding is None and not is_whole:
             raise ValueError(
@@ -143,6 +143,7 @@ class AlibiAttention(nn.Module, models.BaseAttention):
                 rules["mask"] = sees if rules["mask"] is None else sees & rules["mask"]
             return attention(query, key, value, self.slopes, **rules)
         except Exception:
+            # Remove the appended tokens, so that a failed call leaves the cache unchanged.
             if padding is None:
                 cache.offset = held
             else:
@@ -150,8 +151,8 @@ class AlibiAttention(nn.Module, models.BaseAttention):
             raise
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # However a module is cast, the new parameters come in here. Slopes of low precision would be off by a percent
-        # and too coarse to train: keep the value that was rounded, and take what else comes as float32.
+        # Casts of a module assign new parameters here. Slopes in low precision would be wrong by a percent, and too
+        # coarse to train. If the new value is the old one rounded, keep the old one; otherwise cast it to float32.
         if name == "log_slopes" and value.dtype != mx.float32:
             value = mx.where(self[name].astype(value.dtype) == value, self[name], value.astype(mx.float32))
         super().__setitem__(name, value)
@@ -162,6 +163,6 @@ class AlibiAttention(nn.Module, models.BaseAttention):
 
 
 def padding_of(cache: Any) -> mx.array | None:
-    """Return how many slots before each text are padding, in mlx-lm's cache of a batch; None for other caches."""
+    """Return the number of padding slots before each text in mlx-lm's ``BatchKVCache``; None for other caches."""
     theirs = sys.modules.get("mlx_lm.models.cache")
     return cache.left_padding if theirs is not None and isinstance(cache, theirs.BatchKVCache) else None

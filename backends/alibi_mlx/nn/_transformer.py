@@ -1,4 +1,4 @@
-"""A transformer whose only sense of position is ALiBi."""
+"""A transformer whose only positional information is ALiBi."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class AlibiTransformer(nn.Module, models.BaseTransformer):
 
     Args:
         config: Shape of the model.
-        attention: Makes each block's attention layer from ``config``, called as ``layer(x, mask=..., segment_ids=...,
-            cache=...)``. Default ``alibi_mlx.AlibiAttention``.
+        attention: A factory that takes ``config`` and returns a block's attention layer, which is called as
+            ``layer(x, mask=..., segment_ids=..., cache=...)``. Default ``alibi_mlx.AlibiAttention``.
 
     Example:
         >>> model = AlibiTransformer(AlibiConfig(num_layers=1))
@@ -34,7 +34,7 @@ class AlibiTransformer(nn.Module, models.BaseTransformer):
         self._build(Parts(config, attention))
 
     def make_caches(self, batch_size: int | None = None, max_length: int | None = None) -> list[Any]:
-        """Return an empty key-value cache for each block; its sizes are those of its first keys unless given."""
+        """Return an empty key/value cache for each block; sizes that are not given come from the first keys."""
         return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
 
 
@@ -55,10 +55,10 @@ class Activation(nn.Module, models.BaseActivation):
 
 
 class Parts(models.BaseParts):
-    """Makes MLX's modules for a model."""
+    """Factory of the MLX modules of a model."""
 
     attention_layer = AlibiAttention
-    # A list, not nn.Sequential, which would put a "layers" into the names that PyTorch does not have.
+    # A list, because nn.Sequential would add "layers" to the parameter names, which must equal PyTorch's.
     listed = chained = list
 
     def linear(self, features: int, to: int, bias: bool) -> nn.Module:

@@ -1,7 +1,6 @@
-"""Attention on the CPU: a call, its parts, rectangles of their scores, and PyTorch's fused kernel for each.
+"""Attention on the CPU: a call is split into parts, each part into rectangles of scores, one fused kernel call each.
 
-In go a call and its tensors. Out come results and gradients, computed in as few calls of the kernel as the horizons
-allow.
+Input: a call and its tensors. Output: results and gradients, with as few kernel calls as the horizons allow.
 """
 
 from alibi_core.backend.horizon import KeyNorms as KeyNorms

@@ -1,4 +1,4 @@
-"""The bias of a rectangle of scores: a view of one row a head, or dense where a mask or segment crosses it."""
+"""The bias of a rectangle of scores: a Toeplitz view of one row per head, or dense where a mask or segment cuts it."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Job
 
-DENSE = 128  # Up to this many keys, a bias in the order of queries is no larger than reversed queries and results.
+DENSE = 128  # Up to this many keys, flipping (copying) the bias costs no more than flipping queries and results.
 
 
 class Bias(NamedTuple):
     """The bias of a rectangle."""
 
     values: Tensor  # [batch entries or 1, heads, rows, kv_len]
-    is_reversed: bool = False  # whether the first row is that of the last query
-    attends: Tensor | None = None  # [..., rows, 1], False for a query that sees no key; None where all see one
+    is_reversed: bool = False  # True: the first row belongs to the last query
+    attends: Tensor | None = None  # [..., rows, 1], False for a query that sees no key; None if every query sees one
 
     def in_order(self, tensor: Tensor) -> Tensor:
-        """Return ``[..., rows, n]`` or ``[..., rows]`` in the order of the bias, or back in that of the queries."""
+        """Return ``[batch, heads, rows, ...]``, its rows flipped if the bias is reversed; applied twice, it undoes."""
         return tensor.flip(2) if self.is_reversed else tensor
 
 
 @dataclass(frozen=True)
 class DistanceRow:
-    """The biases of a call by distance: one row a head, from the farthest key before a query to the farthest behind.
+    """The bias as a function of distance: one row per head, from the farthest key before a query to the farthest after.
 
-    Keys whose bias is below the ``cutoff`` of a head, ``[num_heads]``, under the largest of the query are left out:
+    Keys whose bias is lower than the largest bias of the query plus ``cutoff`` (``[num_heads]``, negative) are masked:
     their weights would be denormal numbers, which take a CPU a hundred times as long.
     """
 
     call: AttentionCall
-    back: int  # tokens from the first number of the row to distance 0
+    back: int  # index of distance 0 in the row
     values: Tensor  # [batch or 1, num_heads, back + ahead]
     cutoff: Tensor | None
-    side: int = 0  # whether only the keys up to a query (1), or only those behind it (-1), are not hidden
+    side: int = 0  # 1: only keys up to the query are visible; -1: only keys after it; 0: both
 
     @classmethod
     def of(cls, call: AttentionCall, jobs: Sequence[Job], cutoff: Tensor | None) -> DistanceRow:
-        """Return the row that is long enough for these rectangles."""
+        """Return a row that is long enough for these rectangles."""
         sizes = [(job.back + call.q_offset, job.rows, job.kv_len) for job in jobs if _has_own_keys(call, job)]
         back = max((back + rows - 1 for back, rows, _ in sizes), default=0)
         ahead = max((kv_len - back for back, _, kv_len in sizes), default=1)
@@ -54,7 +54,7 @@ class DistanceRow:
         return cls(call, back, values, cutoff)
 
     def sides(self) -> list[tuple[DistanceRow, int]]:
-        """Return the biases of the keys up to a query, and of those behind it, each with its sign."""
+        """Return the biases of the keys up to a query (sign 1) and, unless causal, of the keys after it (sign -1)."""
         if self.call.is_causal:
             return [(self, 1)]
         relative = torch.arange(self.values.shape[-1], device=self.call.device) - self.back
@@ -63,30 +63,34 @@ class DistanceRow:
     def bias_of(self, job: Job) -> Bias:
         """Return the bias of a rectangle."""
         call, visible = self.call, None
-        if job.tiles == 1 and (call.mask is not None or call.q_segment_ids is not None):  # in runs, all is visible
+        # Jobs with several tiles have no masked keys.
+        if job.tiles == 1 and (call.mask is not None or call.q_segment_ids is not None):
             part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
             visible = replace(part, is_causal=False, window_size=None).visible(None)
             if visible is not None and not visible.all():
                 return self._dense(part, job)
         back = job.back + call.q_offset
         if _has_own_keys(call, job):
-            first = self.back - back - job.rows + 1  # of the last query, which has the most keys before it
+            # Index where the last query's biases start: it has the most keys before it.
+            first = self.back - back - job.rows + 1
             entries = job.batch if len(self.values) > 1 else slice(None)
             row = self.values[entries, job.heads, first : first + job.kv_len + job.rows - 1]
-            # Each row of the view begins one key after the row above: [batch or 1, heads, rows, kv_len].
+            # Toeplitz view, [batch or 1, heads, rows, kv_len]: row i + 1 is row i shifted by one key.
             view = row.unfold(-1, job.kv_len, 1)
             if 1 < job.rows <= job.kv_len <= DENSE:
                 return Bias(view.flip(2))
             return Bias(view, is_reversed=job.rows > 1)
         part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
         if call.window_size is None and back >= job.kv_len - 1:
-            # Queries behind all keys: softmax does not notice that all distances are larger than from the last key.
+            # All queries are after all keys. A constant per row cancels in softmax, so all rows may use the last
+            # key's position as their origin.
             row = distance_row(part, job.kv_len - 1, 1)
             return Bias(row[:, :, None].expand(-1, -1, job.rows, -1))
         return self._dense(replace(part, mask=None, q_segment_ids=None, kv_segment_ids=None), job)
 
     def _dense(self, part: AttentionCall, job: Job) -> Bias:
         bias, attends = part.bias()
+        # Add leading axes: [batch or 1, heads or 1, rows, kv_len].
         bias, attends = (None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (bias, attends))
         if self.cutoff is not None:
             lowest = bias.amax(dim=-1, keepdim=True) + self.cutoff[job.heads, None, None]
@@ -98,14 +102,14 @@ class DistanceRow:
 
 
 def _one_side(bias: Tensor, relative: Tensor, side: int) -> Tensor:
-    """Return a bias that hides the keys on the other side, of key minus query positions ``relative``."""
+    """Return the bias with keys on the other side masked; ``relative`` is key position minus query position."""
     return bias.masked_fill(relative > 0 if side > 0 else relative <= 0, -math.inf)
 
 
 def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
-    """Return the bias of the keys from ``back`` before to ``ahead - 1`` behind a query, -inf where position hides them.
+    """Return the bias of keys from ``back`` tokens before a query to ``ahead - 1`` after it, -inf where masked.
 
-    ``[batch or 1, num_heads, back + ahead]``, in memory of its own.
+    The result is ``[batch or 1, num_heads, back + ahead]``, newly allocated. Only causality and the window mask keys.
     """
     relative = torch.arange(-back, ahead, device=call.device).to(call.working_dtype)
     if call.is_causal:
@@ -124,6 +128,6 @@ def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
 
 
 def _has_own_keys(call: AttentionCall, job: Job) -> bool:
-    """Whether each query of a rectangle has the key at its own position in it, from which distances are counted."""
+    """Whether the rectangle has, for each query, the key at the query's own position (distance 0)."""
     back = job.back + call.q_offset
     return back >= 0 and back + job.rows <= job.kv_len

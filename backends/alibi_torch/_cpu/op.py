@@ -1,4 +1,4 @@
-"""Attention on the CPU as an operator each way, which autograd, torch.compile and torch.func know."""
+"""Attention on the CPU as two operators, forward and backward, for autograd, torch.compile and torch.func."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from alibi_torch._internals import in_transform, is_watched
 
 
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None) -> Tensor:
-    """Compute ``call``, on tensors ``[*batch, heads, length, head_dim]`` of the CPU, without its bias or its scores.
+    """Compute ``call`` on CPU tensors ``[*batch, heads, length, head_dim]``, without its full bias or scores in memory.
 
-    Keys that are proved, from the norms of queries and keys, to weigh less than the tolerance together are left out.
-    All keys are read once to measure them, where ``norms`` does not bound theirs.
+    Keys are skipped if norms prove that their weights sum to less than the tolerance. All keys are read once to measure
+    their norms, unless ``norms`` bounds them.
     """
     flat = call.with_one_batch_axis()
     if flat is not call:
         tensors = (x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value))
         return attention(flat, *tensors, norms).reshape(query.shape)
     is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
-    if not (is_recorded or is_watched(query, key, value)):  # an operator's dispatch takes longer than a short call
+    # Without gradients or tracers, skip the operator: its dispatch takes longer than a short call.
+    if not (is_recorded or is_watched(query, key, value)):
         return _without_gradients(call, query, key, value, norms)[0]
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    # Without gradients there is no use for more digits than those of the dtype; a trace serves calls of either kind.
+    # Gradients need the result in the working dtype. A torch.jit trace may be replayed with or without gradients.
     is_exact = is_recorded or (not is_traced and in_transform()) or torch.jit.is_tracing()
     arguments = query, key, value, *Packed.of(call, norms), is_exact
     result = _Attention.apply(*arguments, []) if is_exact and not is_traced else _attend(*arguments)
@@ -44,7 +45,7 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, no
 
 
 class Packed(NamedTuple):
-    """A call, and what is known of its keys, as operators take them: tensors, then numbers."""
+    """A call and its key norms as arguments of the operators: tensors first, then numbers."""
 
     slopes: Tensor
     future_slopes: Tensor | None
@@ -55,7 +56,7 @@ class Packed(NamedTuple):
     added_key_bias: Tensor | None
     key_norms: Tensor | None
     norms_block: int
-    first_position: int  # the offset where it is no tensor
+    first_position: int  # q_offset if it is an int; ignored if it is a tensor
     is_causal: bool
     window_size: int | None
     scale: float
@@ -71,7 +72,7 @@ class Packed(NamedTuple):
         return cls(*arrays.values(), *numbers, tolerance_of(call), call.shares_ids)
 
     def unpacked(self, query: Tensor, key: Tensor) -> tuple[AttentionCall, KeyNorms | None]:
-        """Return the call of these tensors, and what is known of its keys."""
+        """Return the call and its key norms (or None); sizes and dtypes come from the tensors."""
         rules = ("is_causal", "window_size", "scale", "tolerance", "shares_ids")
         fields = {name: getattr(self, name) for name in (*ARRAY_AXES, *rules)}
         fields["q_offset"] = self.first_position if self.q_offset is None else self.q_offset
@@ -83,22 +84,22 @@ class Packed(NamedTuple):
         return call, None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block)
 
 
-TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
+TENSORS = 1 + Packed._fields.index("key_norms")  # The first this many fields of Packed are tensors.
 
 
-# --- What they compute -----------------------------------------------------------------------------------------------
+# --- Computation -----------------------------------------------------------------------------------------------------
 
 
 class Planned(NamedTuple):
-    """What to compute of a part of a call."""
+    """The plan of one part of a call."""
 
     part: Part
-    jobs: list[Job]  # its rectangles
-    row: DistanceRow  # their biases, but for what keys have added
+    jobs: list[Job]  # the rectangles of scores to compute
+    row: DistanceRow  # their biases, without added_key_bias
 
 
 def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Planned]:
-    """Return what to compute of a call with one batch axis."""
+    """Return the plans of the parts of a call with one batch axis."""
     found = []
     for part in split(call, norms):
         tensors = *part.of_queries(query), *part.of_keys(key)
@@ -108,6 +109,7 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
             limits = limits_of(part.call, *tensors)
             cutoff = None if limits is None else limits.cutoff
             rectangles = jobs(part.call, *tensors, part.norms, limits)
+        # The key bias becomes extra features (_with_key_bias), so the row has distances only.
         own = part.call if part.call.added_key_bias is None else replace(part.call, added_key_bias=None)
         found.append(Planned(part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
     return found
@@ -116,7 +118,7 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
 def _without_gradients(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, in the dtype of the call, and the log-sum-exp of each query."""
+    """Return the result, in the call's dtype, and the log-sum-exp, ``[batch, num_heads, q_len]``."""
     if step.is_last_query(call):
         result, logsumexp = step.attend_last_query(call, *_dense(query, key, value), norms)
         return result.to(call.dtype), logsumexp
@@ -126,7 +128,7 @@ def _without_gradients(
 def _compute(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: list[Planned], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, in ``dtype``, and the log-sum-exp of each query."""
+    """Return the result, in ``dtype``, and the log-sum-exp, ``[batch, num_heads, q_len]``, from a plan."""
     query, key, value = _dense(query, key, value)
     found = []
     for part, rectangles, row in planned:
@@ -135,9 +137,11 @@ def _compute(
             results = step.forward(part.call, *tensors, rectangles, row)
         else:
             results = kernel.forward(*_with_key_bias(part.call, *tensors), rectangles, row, dtype)
+        # The only part covers the call: no copy.
         if not part.is_cut:
             return results[0][..., : call.head_dim].to(dtype), results[1]
         found.append((part, results))
+    # Queries in no part see no key: their result is 0, their log-sum-exp inf.
     result = torch.zeros_like(query, dtype=dtype)
     logsumexp = query.new_full(query.shape[:-1], math.inf, dtype=call.working_dtype)
     for part, results in found:
@@ -149,13 +153,15 @@ def _compute(
 def _with_key_bias(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
-    """Return a call whose scores have what keys have added by more features, so that its bias is a view of one row.
+    """Return the call and tensors with ``added_key_bias`` moved into extra features, so that the bias stays Toeplitz.
 
-    Each head of a group has a feature of the keys that they share, which is 1 in its own queries.
+    The heads of a group share their keys, so the keys get one extra feature per head of the group; the queries of a
+    head have 1 in the feature of that head, 0 in the others.
     """
     if call.added_key_bias is None:
         return call, query, key, value
     batch, group, dtype = call.batch[0], call.num_heads // call.num_kv_heads, call.working_dtype
+    # added: [batch, num_kv_heads, kv_len, group], divided by the scale that the kernel applies; ones: [heads, 1, group]
     added = call.added_key_bias.expand(batch, -1, -1).unflatten(1, (call.num_kv_heads, group)).mT / call.scale
     ones = torch.eye(group, dtype=dtype, device=call.device).repeat(call.num_kv_heads, 1)[:, None]
     query = torch.cat([query.to(dtype), ones.expand(batch, -1, call.q_len, -1)], dim=-1)
@@ -164,15 +170,15 @@ def _with_key_bias(
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors whose last axis the kernel can read, copied where theirs is not dense in memory.
+    """Return tensors with a contiguous last axis, as the kernel requires; others are copied.
 
-    Of axes that both step by one, as those of overlapping windows do, PyTorch may put another one last.
+    Tensors with two axes of stride 1 (overlapping windows) are copied too: PyTorch may reorder such axes.
     """
     return [x if x.stride(-1) == 1 and x.stride().count(1) == 1 else x.contiguous() for x in tensors]
 
 
 # --- The operators ---------------------------------------------------------------------------------------------------
-# Schemas know tensors and numbers alone, each by its own name.
+# An operator's schema allows only tensors and numbers as arguments, so a call is flattened into `Packed`.
 
 _PACKED = (
     "Tensor slopes, Tensor? future_slopes, Tensor? q_offset, Tensor? q_segment_ids, Tensor? kv_segment_ids, "
@@ -193,11 +199,10 @@ _attend_backward = torch.ops.alibi.attention_backward.default
 def _attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, plans: list[list[Planned]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp.
+    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and the log-sum-exp, ``[batch, num_heads, q_len]``.
 
-    Gradients of scores are differences from means that follow from the result: where it is to be differentiated,
-    ``is_exact``, the last argument, asks for it in the working dtype, as the log-sum-exp is. The plan is added to
-    ``plans``.
+    ``is_exact``, the last argument, asks for the result in the working dtype, because the backward pass subtracts
+    ``sum(grad * result)`` from the gradient of each weight. The plan is appended to ``plans`` for the backward pass.
     """
     call, norms = Packed(*rest[:-1]).unpacked(query, key)
     if rest[-1]:
@@ -207,7 +212,7 @@ def _attend_on_cpu(
         result, logsumexp = _compute(call, query, key, value, planned, call.working_dtype)
     else:
         result, logsumexp = _without_gradients(call, query, key, value, norms)
-    like = torch.empty_like(query, dtype=result.dtype)  # of strides that compilers have been told
+    like = torch.empty_like(query, dtype=result.dtype)  # the strides that register_fake promises to compilers
     return result if result.stride() == like.stride() else like.copy_(result), logsumexp.contiguous()
 
 
@@ -222,15 +227,16 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def _backward_on_cpu(*arguments: Any, plans: Sequence[list[Planned]] = ()) -> tuple[Tensor, ...]:
-    """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
+    """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
+    # Reuse the forward pass's plan where autograd passed it on; operators cannot.
     planned = plans[0] if plans else plan_of(call, query, key, norms)
-    by_query = (torch.zeros_like if planned[0].part.is_cut else torch.empty_like)(query)  # some may be in no part
+    by_query = (torch.zeros_like if planned[0].part.is_cut else torch.empty_like)(query)  # queries in no part get 0
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
     sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if arguments[-1] else None
     grad, query, key, value, result = _dense(grad, query, key, value, result)
-    with no_autocast("cpu"):  # gradients may be asked for where it is on
+    with no_autocast("cpu"):  # the caller may run backward under autocast
         for part, rectangles, row in planned:
             own, *tensors = _with_key_bias(part.call, *part.of_queries(query), *part.of_keys(key, value))
             wider = tensors[0].shape[-1] - call.head_dim
@@ -243,11 +249,11 @@ def _backward_on_cpu(*arguments: Any, plans: Sequence[list[Planned]] = ()) -> tu
 
 
 def _by_rates(call: AttentionCall, sums: Tensor | None) -> list[Tensor]:
-    """Return the gradients by slopes and future slopes from those of each entry and side, ``[2, batch, num_heads]``."""
+    """Return the gradients for slopes and future slopes, summed from those per side, ``[2, batch, num_heads]``."""
     rates = call.slopes, call.slopes if call.future_slopes is None else call.future_slopes
     if sums is None:
         return [torch.zeros_like(x) for x in rates]
-    if call.future_slopes is None and not call.is_causal:
+    if call.future_slopes is None and not call.is_causal:  # symmetric: one slope serves both sides
         sums = torch.stack([sums[0] + sums[1], sums[1]])
     return [x.sum_to_size(rate.shape).to(rate.dtype, copy=True) for x, rate in zip(sums, rates, strict=True)]
 
@@ -266,9 +272,9 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with its gradients, for torch.func, which refuses those that are registered for an operator."""
+    """The operator with its gradients. torch.func rejects gradients from register_autograd, so it uses this class."""
 
-    generate_vmap_rule = True  # from those of the operators
+    generate_vmap_rule = True  # derived from the vmap rules of the two operators
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -279,7 +285,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save what the backward pass needs; the operator has all inputs but the last, the list of plans."""
+        """Save the inputs for the backward pass; the last one, the list of plans, is no argument of the operator."""
         count = 3 + len(Packed._fields)
         tensors, ctx.numbers = inputs[: 3 + TENSORS], inputs[3 + TENSORS : count]
         ctx.plans = [*inputs[count + 1 :], []][0]
@@ -295,18 +301,19 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(needed)
         is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         arguments = grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes
-        if is_recorded:
+        if is_recorded:  # create_graph=True
             found = _Gradients.apply(*arguments)
         elif is_watched(*arguments[:4]):
             found = _attend_backward(*arguments)
         else:
             found = _backward_on_cpu(*arguments, plans=ctx.plans)
         wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
+        # Masks, norms and numbers have no gradients.
         return *wanted, *(None,) * (len(needed) - len(wanted))
 
 
 class _Gradients(torch.autograd.Function):
-    """The operator of the gradients, with their own: of dense attention, in memory for all scores."""
+    """The backward operator, itself differentiable through dense attention (memory for all scores)."""
 
     generate_vmap_rule = True
 
@@ -324,7 +331,7 @@ class _Gradients(torch.autograd.Function):
         grad, query, key, value, *tensors = ctx.saved_tensors
         call, _ = Packed(*tensors, *ctx.numbers).unpacked(query, key)
         rates = [x for x in tensors[:2] if x is not None]
-        count = 3 + (len(rates) if ctx.by_slopes else 0)  # of the inputs, that gradients were asked for
+        count = 3 + (len(rates) if ctx.by_slopes else 0)  # inputs whose gradients were requested
 
         def gradients(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             return pulled_back(lambda *x: dense_reference(call, *x, *inputs[count:]), inputs[:count], grad)

@@ -1,7 +1,8 @@
-"""What to compute of a call: parts that know nothing of one another, and rectangles of scores in each.
+"""The plan of a call: independent parts, and the rectangles of scores to compute in each.
 
-Packed sequences and padded texts are parts, whose bias follows from distance alone. The rectangles of a part of up to
-``SHORT`` keys, or at tolerance 0, are blocks of queries; beyond, measured norms tell the keys that each block needs.
+Each packed sequence and each padded text is a part, so that its bias depends on distance alone. With up to ``SHORT``
+keys, or at tolerance 0, the rectangles of a part are blocks of queries. With more keys, measured norms bound the range
+of keys that each block needs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from alibi_core.backend.horizon import (
     tolerance_of,
 )
 
-SHORT = 2048  # keys; of so few, the largest norms of a head are measured, beyond, those of each block
-BLOCK_ROWS = 192  # queries in a block of a short call: more compute hidden scores, fewer take more kernel calls
-LEAST_MEASURED = 256  # keys; of fewer, biases hardly fall so far that weights are denormal numbers
-LONG = 2**21  # numbers in the keys of a few queries; of fewer, all are read
-LEAST_SPLIT = 128  # tokens in a row; of fewer, a mask costs less than calls of their own
-LEAST_MEAN_LENGTH = 16  # tokens; of shorter packed sequences, likewise
+SHORT = 2048  # Up to this many keys, only the largest norm of each head is measured; beyond, the norms of each block.
+BLOCK_ROWS = 192  # Queries per block of a short call: more compute more masked scores, fewer need more kernel calls.
+LEAST_MEASURED = 256  # Below this many keys nothing is measured: biases rarely fall far enough for denormal weights.
+LONG = 2**21  # Below this many elements in all keys, one query reads all of them without using norms.
+LEAST_SPLIT = 128  # Below this many tokens per row, a dense mask is faster than one kernel call per sequence.
+LEAST_MEAN_LENGTH = 16  # Below this mean length of packed sequences (tokens), a dense mask is faster too.
 
 
 def _fast_norm_bounds(vectors: Tensor) -> Tensor:
@@ -61,21 +62,22 @@ DEFAULT = Tiling(
 
 
 def tiling() -> Tiling:
-    """Return how calls are cut up here and now."""
+    """Return the block sizes in use: ``DEFAULT``, unless ``tiled_as`` overrides them."""
     return current_tiling(DEFAULT)
 
 
 def norm_bounds(vectors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what no norm of ``[..., head_dim]`` exceeds, however sums of squares are rounded: float32 or float64.
+    """Return upper bounds of the norms of ``[..., head_dim]``, rounding errors included, as float32 or float64.
 
     Args:
         vectors: Keys or queries.
-        dtype: What to measure them in. Default float32 or more; in a low precision of their own it is far faster.
+        dtype: The dtype of the sums of squares. Default: at least float32. The vectors' own dtype, if it is a low
+            precision, is far faster.
     """
     statistics = torch.promote_types(vectors.dtype, torch.float32)
     dtype = statistics if dtype is None else dtype
     head_dim, info = vectors.shape[-1], torch.finfo(statistics)
-    # Each addition may round down, the result too, and the square of what is tiny may vanish.
+    # Each addition and the result may round down, and the squares of tiny elements may underflow to 0.
     rounding = (head_dim + 2) * info.eps + 2 * torch.finfo(dtype).eps
     vanishing = (head_dim * info.tiny) ** 0.5 + torch.finfo(dtype).tiny
     return torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype).to(statistics) * (1 + rounding) + vanishing
@@ -86,35 +88,35 @@ def norm_bounds(vectors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a call: some batch entries, queries and keys, the call that they make up, and the norms known of it."""
+    """A part of a call: slices of its batch entries, queries and keys, the call on these, and its key norms."""
 
     call: AttentionCall
     norms: KeyNorms | None
     batch: slice
     queries: slice
     keys: slice
-    is_cut: bool = True  # whether it is less than the call
+    is_cut: bool = True  # False: the part is the entire call
 
     def of_queries(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the part of tensors ``[batch, num_heads, q_len, ...]``, views."""
+        """Return views of ``[batch, num_heads, q_len, ...]``, sliced to this part."""
         if not self.is_cut:
             return tensors
         return [x[self.batch, :, self.queries] for x in tensors]
 
     def of_keys(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the part of tensors ``[batch, num_kv_heads, kv_len, head_dim]``, views."""
+        """Return views of ``[batch, num_kv_heads, kv_len, head_dim]``, sliced to this part."""
         if not self.is_cut:
             return tensors
         return [x[self.batch, :, self.keys] for x in tensors]
 
 
 def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
-    """Return the parts of a call with one batch axis, each with an offset that is an int.
+    """Return the parts of a call with one batch axis; ``q_offset`` of each part is an int.
 
-    Queries that are in none of them see no key.
+    Queries that are in no part see no key.
     """
     batch, queries, keys = slice(0, call.batch[0]), slice(0, call.q_len), slice(0, call.kv_len)
-    if call.has_offset_array:
+    if call.has_offset_array:  # one part per batch entry, as their offsets differ
         entries = [slice(index, index + 1) for index in range(call.batch[0])]
         known = [None if norms is None else norms.of_entries(entry) for entry in entries]
         calls = [entry_of(call, entry.start) for entry in entries]
@@ -129,11 +131,12 @@ def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
 
 
 def _packed_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | None:
-    """Return the batch entry, queries and keys of each packed sequence; None where one does not stand together."""
+    """Return batch entry, queries and keys of each packed sequence; None if one is not contiguous or all are short."""
     ids, spans = call.q_segment_ids, []
     if ids is None or not call.shares_ids:
         return None
     for index, row in enumerate(ids.expand(call.batch[0], call.q_len)):
+        # A sequence starts wherever the id changes; an id that occurs in two runs is not contiguous.
         starts = [0, *(1 + (row[1:] != row[:-1]).nonzero()[:, 0]).tolist()]
         if call.q_len < LEAST_MEAN_LENGTH * len(starts) or len(row[starts].unique()) < len(starts):
             return None
@@ -143,25 +146,29 @@ def _packed_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | Non
 
 
 def _padded_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | None:
-    """Return alike batch entries, and queries and keys, where a mask shows one run of keys to all queries and heads.
+    """Return batch entries, queries and keys, for a mask that shows one run of keys to all queries and heads.
 
-    Queries before, among and behind the keys of a text are spans of their own. None for other masks.
+    Neighbouring entries with the same run share a span. Queries before, inside and after the run are separate spans.
+    None for other masks.
     """
     if call.mask is None or call.q_segment_ids is not None:
         return None
     mask = call.mask[(None,) * (4 - call.mask.ndim)]
+    # The mask differs between heads or queries: not padding.
     if mask.shape[1] > 1 or mask.shape[2] > 1:
         return None
     shown = mask[:, 0, 0].expand(-1, call.kv_len)  # [batch or 1, kv_len]
     begins = shown.clone()
-    begins[:, 1:] &= ~shown[:, :-1]
+    begins[:, 1:] &= ~shown[:, :-1]  # True at the first key of each run
+    # Several runs of visible keys, or none: not padding.
     if (begins.sum(dim=1) != 1).any():
         return None
     texts = zip(begins.int().argmax(dim=1).tolist(), shown.sum(dim=1).tolist(), strict=True)
-    spans, entry, times = [], 0, call.batch[0] // len(shown)  # a mask may be one for all entries
+    spans, entry, times = [], 0, call.batch[0] // len(shown)  # a mask may broadcast over entries
     for (start, count), alike in itertools.groupby(texts):
         batch, keys = slice(entry, entry + times * len(list(alike))), slice(start, start + count)
         for queries in (slice(0, start), keys, slice(keys.stop, call.q_len)):
+            # Causal queries before the text see no key: leave them out.
             sees_none = call.is_causal and queries.stop <= start
             if queries.start < queries.stop and not sees_none:
                 spans.append((batch, queries, keys))
@@ -173,20 +180,20 @@ def _padded_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | Non
 
 
 def is_short(call: AttentionCall) -> bool:
-    """Whether blocks of queries are planned from shapes, and from the largest norms of heads."""
+    """Whether blocks of queries are planned from shapes and the largest norm of each head, not from norms by block."""
     return call.kv_len <= tiling().short or tolerance_of(call) == 0
 
 
 def uses_norms(call: AttentionCall) -> bool:
-    """Whether the plan of a call asks for the norms of its keys, where somebody knows them."""
+    """Whether the plan of a call would use key norms that the caller already has."""
     if call.q_len <= tiling().few:
         numbers = call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim
         return call.q_len == 1 and numbers >= LONG * tiling().short // SHORT
-    return not is_short(call) and call.mask is None and call.q_segment_ids is None  # which may split the call
+    return not is_short(call) and call.mask is None and call.q_segment_ids is None  # masks may split the call
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, limits: Limits | None) -> list[Job]:
-    """Return the rectangles of a part of several queries, ``[batch, heads, length, head_dim]``."""
+    """Return the rectangles of a part with many queries; the tensors are ``[batch, heads, length, head_dim]``."""
     sizes = tiling()
     if is_short(call):
         return list(_blocks(call, sizes, limits))
@@ -201,20 +208,22 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None
 
 
 class Limits(NamedTuple):
-    """How far the keys that matter to each head are, proved from the largest norms."""
+    """The horizon of each head, proved from the largest norms of queries and keys."""
 
-    tokens: list[float]  # the distance from which on keys do not matter
-    cutoff: Tensor  # [num_heads], the bias there, below 0
+    tokens: list[float]  # by head, the distance from which on keys are negligible
+    cutoff: Tensor  # [num_heads], the bias at that distance, negative
 
 
 @np.errstate(all="ignore")  # norms may be NaN or infinite
 def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return slopes, and from which distance on keys do not matter, ``[batch or 1, num_heads]``, for each side.
+    """Return, for each side of the query, slopes and the distance from which on keys are negligible.
 
-    Scores exceed what bounds a row from below by no more than ``excess``, ``[num_heads]``.
+    Both are ``[batch or 1, num_heads]``. ``excess``, ``[num_heads]``, bounds how far a score may exceed the lower bound
+    of its row's log-sum-exp.
     """
+    # Each side of the query gets an equal share of the tolerance.
     share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
-    excess, found = np.where(excess < math.inf, excess, math.inf), []  # of NaN, too
+    excess, found = np.where(excess < math.inf, excess, math.inf), []  # NaN becomes inf, too
     for rates in (call.slopes, None if call.is_causal else call.future_slopes):
         if rates is not None:
             slopes = rates.detach().double().numpy().reshape(-1, call.num_heads)
@@ -223,14 +232,16 @@ def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, 
 
 
 def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
-    """Return the limits of a short part of a call; None where measuring saves nothing."""
+    """Return the horizons of a short part of a call; None where measuring saves nothing."""
     if not is_short(call) or tolerance_of(call) == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
         return None
     if call.q_len <= tiling().few or call.added_key_bias is not None:
         return None
+    # Largest norms by head, over batch and tokens: [num_heads] and [num_kv_heads].
     norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]
     rounding = 1 + 2 * score_rounding(call.head_dim)
     with np.errstate(all="ignore"):  # norms may be NaN or infinite
+        # Two scores of a row differ by at most 2 * |query| * |key| * scale.
         bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * (2 * abs(call.scale) * rounding)
         far = horizons(call, bound)
         tokens = np.max([x.max(axis=0) for _, x in far], axis=0)
@@ -239,11 +250,11 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
 
 
 def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:
-    """Yield blocks of queries, and of heads that look about as far, for all batch entries."""
-    is_view = call.mask is None and call.q_segment_ids is None  # a bias that takes no memory
+    """Yield blocks of queries for all batch entries, split into runs of heads with similar horizons."""
+    is_view = call.mask is None and call.q_segment_ids is None  # the bias is a view, so its size sets no limit
     rows = sizes.rows[0], min(BLOCK_ROWS, sizes.rows[1])
     for job in plain_jobs(call, replace(sizes, rows=rows, bias_elements=2**62 if is_view else sizes.bias_elements)):
-        if limits is None or not call.sees_own_key:  # distances count from the nearest key that is not hidden
+        if limits is None or not call.sees_own_key:  # without the own key, limits do not apply
             yield job
             continue
         lowest, stop = job.q_start + call.q_offset, job.kv_start + job.kv_len
@@ -259,7 +270,7 @@ def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterat
 
 
 def alike(widths: Sequence[int], most: float) -> Iterator[slice]:
-    """Yield runs of heads that are computed as wide as the widest, at the cost of at most so many keys more in all."""
+    """Yield runs of heads that share the largest width of the run, with at most ``most`` extra keys in total."""
     start = 0
     for stop in range(1, len(widths) + 1):
         run = widths[start : stop + 1]

@@ -1,7 +1,8 @@
-"""A few queries, as in a step of decoding: all keys or, of one query, the last ones that known norms leave.
+"""Attention of a few queries, as in a decoding step.
 
-Heads that share their keys become rows of one, so that nothing is copied for them. Keys in low precision are cast some
-heads at a time: in new memory, which is to be small enough for a cache of the CPU.
+All visible keys are computed; for one query, only the last keys, as far back as cached norms prove necessary. Query
+heads that share a key/value head become rows of one head, so that keys are not copied. Keys in low precision are cast a
+few heads at a time, so that the copy fits into the CPU's cache.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from alibi_torch._cpu.bias import Bias, DistanceRow, distance_row
 from alibi_torch._cpu.plan import alike, horizons, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward
 
-LONG_UNMEASURED = 2**23  # numbers in all keys of low precision; of fewer, norms that nobody knows are not measured
-NEAR = 128  # keys; widths are multiples of this, so that the norms of so many at the end need not be known
-CAST = 2**18  # numbers of keys that are cast at once
+LONG_UNMEASURED = 2**23  # Below this many elements in keys of low precision, missing norms are not measured.
+NEAR = 128  # Widths are rounded up to multiples of this many keys, so the norms of the last NEAR keys are not needed.
+CAST = 2**18  # At most this many elements of keys in low precision are cast at a time.
 
 
 def is_step(call: AttentionCall) -> bool:
-    """Whether a call has so few queries that kernel calls cost more than hidden scores."""
+    """Whether a call has so few queries that extra kernel calls cost more than computing masked scores."""
     return call.q_len <= tiling().few
 
 
 def is_last_query(call: AttentionCall) -> bool:
-    """Whether a call has one query, at the last of its keys, which differ in nothing but their distance from it."""
+    """Whether a call has one query, at the position of the last key, and keys that differ in distance alone."""
     is_plain = call.mask is None and call.q_segment_ids is None and call.added_key_bias is None
     return call.q_len == 1 and is_plain and not call.has_offset_array and bool(call.q_offset == call.kv_len - 1)
 
 
-# --- One query at the last of its keys -------------------------------------------------------------------------------
+# --- One query at the position of the last key -----------------------------------------------------------------------
 
 
 def attend_last_query(
@@ -43,15 +44,18 @@ def attend_last_query(
 ) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, 1, head_dim]``, in the working dtype, and the log-sum-exp."""
     kv_len, dtype, shape = call.kv_len, call.working_dtype, query.shape
+    # A window of w tokens shows w + 1 keys, the query's own included.
     most = kv_len if call.window_size is None else min(kv_len, call.window_size + 1)
     row = distance_row(call, most - 1, 1)  # [batch or 1, num_heads, most]
     if call.num_kv_heads < call.num_heads:
-        query = query.reshape(shape[0], call.num_kv_heads, -1, shape[3])  # the heads of a group are rows
-    bias = row.reshape(len(row), call.num_kv_heads, -1, most)
+        # The heads of a group become rows: [batch, num_kv_heads, group, head_dim].
+        query = query.reshape(shape[0], call.num_kv_heads, -1, shape[3])
+    bias = row.reshape(len(row), call.num_kv_heads, -1, most)  # [batch or 1, num_kv_heads, group, most]
     found, widths = [], _widths(call, query, key, norms, most)
     for heads, width in _groups(call, widths):
         rows, keys, values, biases = query, key, value, bias
         if width < kv_len or heads.stop - heads.start < call.num_kv_heads:
+            # The last `width` keys of these heads; the last `width` biases belong to them.
             rows, biases = query[:, heads], bias[:, heads, :, most - width :]
             keys, values = key[:, heads, kv_len - width :], value[:, heads, kv_len - width :]
         found.append(fused_forward(rows.to(dtype), keys.to(dtype), values.to(dtype), biases, call.scale))
@@ -60,7 +64,8 @@ def attend_last_query(
 
 
 def _groups(call: AttentionCall, widths: Sequence[int]) -> Iterator[tuple[slice, int]]:
-    """Yield the heads of keys that are computed together, and how many keys they need, of ``widths`` by head."""
+    """Yield runs of key/value heads to compute in one call, and their number of keys, from ``widths`` by head."""
+    # Equal widths and no cast: one kernel call for all heads.
     if call.dtype == call.working_dtype and call.q_len == 1 and min(widths) == max(widths):
         yield slice(0, len(widths)), widths[0]
         return
@@ -68,7 +73,7 @@ def _groups(call: AttentionCall, widths: Sequence[int]) -> Iterator[tuple[slice,
     most = tiling().bias_elements // (call.q_len * group)  # keys of all heads at a time
     if call.dtype != call.working_dtype:
         most = min(most, CAST // (call.batch[0] * call.head_dim))
-    # A thread reads some four numbers of a key in the time of a score.
+    # In the time of one score of a short call, a thread reads about four elements of keys.
     for heads in alike(widths, 4 * tiling().call_scores / (call.batch[0] * call.head_dim)):
         width = max(widths[heads])
         count = max(1, most // width)
@@ -77,10 +82,11 @@ def _groups(call: AttentionCall, widths: Sequence[int]) -> Iterator[tuple[slice,
 
 
 def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, most: int) -> list[int]:
-    """Return how many of the last keys, of ``most``, matter to a query at the last of them, by head of keys."""
-    numbers = call.batch[0] * most * call.num_kv_heads * call.head_dim  # in the keys
+    """Return, for each key/value head, how many of the last ``most`` keys the query needs."""
+    numbers = call.batch[0] * most * call.num_kv_heads * call.head_dim  # elements of all keys
     if norms is None and call.dtype != call.working_dtype and numbers >= LONG_UNMEASURED:
         norms = KeyNorms(norm_bounds(key, key.dtype).amax(dim=-1, keepdim=True), call.kv_len)
+    # Without norms nothing can be proved: read all keys.
     if norms is None or not uses_norms(call) or tolerance_of(call) == 0:
         return [most] * call.num_kv_heads
     # [batch, num_kv_heads, heads of a group or 1, head_dim]
@@ -88,16 +94,17 @@ def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
     rows, own, bounds = (x.detach().double().numpy() for x in tensors)
     with np.errstate(all="ignore"):  # norms may be NaN or infinite
         squares, scores = (np.einsum("...d,...d", rows, x) for x in (rows, own))
-        # The own key's score is rounded, and so are the others.
+        # The scores of the own key and of all others are rounded, hence twice the rounding error.
         scale = abs(call.scale) * (1 + 2 * score_rounding(call.head_dim))
         excess = np.sqrt(squares) * bounds.max(axis=-1, keepdims=True) * scale - scores * call.scale
+    # excess: [batch, num_kv_heads, group] -> [num_heads], the largest over the batch
     far = horizons(call, excess.max(axis=0).reshape(-1))
     tokens = np.minimum(np.max([x.max(axis=0) for _, x in far], axis=0), most).reshape(call.num_kv_heads, -1)
     return [min(most, NEAR * max(1, int(x))) for x in np.ceil(tokens.max(axis=1) / NEAR)]
 
 
 def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the results of some heads each as those of all."""
+    """Concatenate results and log-sum-exps along the heads."""
     if len(found) == 1:
         return found[0]
     results, logsumexps = zip(*found, strict=True)
@@ -108,10 +115,10 @@ def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def jobs(call: AttentionCall) -> list[Job]:
-    """Return the rectangles of a part of a few queries: of some heads, whole groups, and all keys that they see."""
+    """Return the rectangles of a part with few queries: runs of whole head groups, each with all visible keys."""
     first, stop = map(int, visible_keys(call, 0, call.q_len - 1))
     if first >= stop:
-        first, stop = 0, 1  # queries that see nothing become zeros all the same
+        first, stop = 0, 1  # no key is visible: a masked key gives zeros
     group, width = call.num_heads // call.num_kv_heads, stop - first
     return [
         Job(slice(0, call.batch[0]), slice(some.start * group, some.stop * group), 0, call.q_len, 1, first, width)
@@ -129,14 +136,14 @@ def forward(
 def _attend(
     call: AttentionCall, job: Job, bias: Bias, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what one call of the kernel makes of a job."""
+    """Return result and log-sum-exp of one kernel call for a job."""
     group, dtype, values = call.num_heads // call.num_kv_heads, call.working_dtype, bias.in_order(bias.values)
     query, keys = query[:, job.heads], slice(job.heads.start // group, job.heads.stop // group)
     key, value = (x[:, keys, job.keys].to(dtype) for x in (key, value))
     if call.added_key_bias is not None:
         values = values + call.added_key_bias.expand(call.batch[0], -1, -1)[:, job.heads, None, job.keys]
     rows, sizes = query.to(dtype), query.shape
-    if group > 1:  # [batch, heads, q_len, n] becomes [batch, heads of keys, group * q_len, n]
+    if group > 1:  # [batch, heads, q_len, n] becomes [batch, key/value heads, group * q_len, n]
         values = values.expand(-1, sizes[1], -1, -1)
         rows, values = (x.reshape(x.shape[0], -1, group * call.q_len, x.shape[-1]) for x in (rows, values))
     out, lse = fused_forward(rows, key, value, values, call.scale)

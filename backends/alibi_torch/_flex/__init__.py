@@ -1,7 +1,7 @@
 """Attention on CUDA through FlexAttention.
 
-In go a call and its tensors. Out come results and gradients; block masks leave out the keys beyond the horizons. To
-import this room is to import PyTorch's compiler, so functions do so when they need it.
+Input: a call and its tensors. Output: results and gradients; block masks skip the keys beyond the horizons. Importing
+this package imports PyTorch's compiler, so other modules import it inside functions.
 """
 
 from alibi_torch._flex.kernels import flex_attention as flex_attention

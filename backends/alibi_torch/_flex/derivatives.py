@@ -1,4 +1,4 @@
-"""Derivatives of derivatives, which FlexAttention has not: they come from attention spelled out, as on the CPU."""
+"""Second derivatives, which FlexAttention lacks: they are computed from dense attention, as on the CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from alibi_torch._derivatives import RATES, dense_reference, pulled_back
 def twice_differentiable(
     attend: Callable[..., Tensor], call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Return ``attend(call, query, key, value)``, whose gradients autograd can differentiate, too."""
-    cotangent: list[Tensor] = []  # of the result, from when it is known until gradients follow from it
+    """Return ``attend(call, query, key, value)`` with gradients that autograd can differentiate again."""
+    cotangent: list[Tensor] = []  # the gradient of the result, stored by the hook for _Inputs.backward
 
     def keep(grad: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -32,7 +32,7 @@ def twice_differentiable(
 
 
 class _Inputs(torch.autograd.Function):
-    """Query, key, value and slopes as they are, on their way to a kernel; their gradients on their way back."""
+    """The identity on query, key, value and slopes; its backward replaces their gradients if those are recorded."""
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, cotangent: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:

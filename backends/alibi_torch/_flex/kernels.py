@@ -1,4 +1,4 @@
-"""Attention through FlexAttention: one fused kernel, the bias formed inside it, blocks beyond the horizon skipped."""
+"""Attention through FlexAttention: one fused kernel that forms the bias itself and skips blocks beyond the horizon."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from alibi_torch._dispatch import needs_gradients
 from alibi_torch._flex.derivatives import twice_differentiable
 from alibi_torch._flex.mask import BLOCK, block_mask, visits_all
 
-LEAST_HEAD_DIM = 16  # The kernels for GPUs take no narrower heads.
-RECOMPILE_LIMIT = 64  # kinds of calls: dtypes, directions, heads, lengths of 1 or that vary, gradients or not
+LEAST_HEAD_DIM = 16  # GPU kernels require at least this head_dim; smaller ones are padded.
+RECOMPILE_LIMIT = 64  # Variants to compile: dtype, causal or not, number of heads, length 1 or dynamic, gradients.
 
 Mod = Callable[..., Tensor]
 
@@ -30,9 +30,9 @@ Mod = Callable[..., Tensor]
 def flex_attention(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None
 ) -> Tensor:
-    """Compute a call that is not empty and not refused by FlexAttention, compiled but on a CPU.
+    """Compute a call by FlexAttention, compiled except on a CPU. The call is not empty, and ``refusal`` allows it.
 
-    All keys are read once to measure them, where ``norms`` does not bound theirs.
+    All keys are read once to measure their norms, unless ``norms`` bounds them.
     """
     attend = functools.partial(_attend, norms)
     if not torch.compiler.is_compiling() and needs_gradients(query, key, value, call.slopes, call.future_slopes):
@@ -42,13 +42,14 @@ def flex_attention(
 
 def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     learns = needs_gradients(call.slopes, call.future_slopes)
+    # Tolerance 0 makes the plan skip all measuring.
     if visits_all(call):
         call = replace(call, tolerance=0.0)
     shape, call = query.shape, _one_batch_axis(call)
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
-    # In the backward kernels (2.9 to 2.13) the rows past the last query hold whatever a masked load leaves behind, as
-    # their log-sum-exp too, and 0 * NaN is NaN. Padded to whole blocks there are no such rows. The forward kernels are
-    # free of this, and while decoding a copy of all keys would cost more than the attention.
+    # Work-around for the backward kernels of PyTorch 2.9 to 2.13: rows past the last query, and their log-sum-exp, hold
+    # whatever a masked load leaves behind, and 0 * NaN is NaN. Padding to whole blocks removes such rows. The forward
+    # kernels are not affected; padding there would copy all keys, which costs more than a decoding step.
     block = BLOCK if needs_gradients(query, key, value) else 1
     q_padding, kv_padding = -call.q_len % block, -call.kv_len % block
     width = 0 if query.device.type == "cpu" else max(0, LEAST_HEAD_DIM - call.head_dim)
@@ -56,13 +57,14 @@ def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Ten
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
     with torch.no_grad():
         mask = block_mask(call, query, key, mask_mod, norms, lengths)
+    # [batch, heads, padded length, padded head_dim]; padded features are 0 and change no score.
     query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
     options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}
     kernel = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else flex.flex_attention
     result = kernel(query, key, value, score_mod=score_mods["bias"], **options)
-    if learns:
+    if learns:  # slopes get their gradient from a second attention, see _tangent
         result, auxiliary = result
         tensors = [x.detach() for x in (query, key, value)]
         for kind, slopes in _slopes_by_kind(call).items():
@@ -71,13 +73,15 @@ def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Ten
             with torch.no_grad():
                 moved, moved_auxiliary = kernel(*tensors, score_mod=score_mods[kind], **options)
                 tangent = _tangent(result, auxiliary.lse, moved, moved_auxiliary.lse)
+            # Adds 0 to the result; its derivative with respect to the slope is the tangent.
             result = result + ((slopes - slopes.detach())[..., None, None] * tangent).to(result.dtype)
     return result[..., : call.q_len, : call.head_dim].reshape(shape)
 
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """Return FlexAttention, compiled for each kind of call that comes, whatever the lengths."""
+    """Return FlexAttention, compiled once per kind of call; lengths are dynamic."""
+    # Older releases of PyTorch have the limit only as a global setting.
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return torch.compile(flex.flex_attention, fullgraph=True, recompile_limit=RECOMPILE_LIMIT)
     compiled = torch.compile(flex.flex_attention, fullgraph=True)
@@ -85,12 +89,12 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _one_batch_axis(call: AttentionCall) -> AttentionCall:
-    """Return a call with exactly one batch axis, along which its arrays lie whole (but for a mask that is shared)."""
+    """Return the call with exactly one batch axis, its arrays expanded to it (a mask may keep a batch axis of 1)."""
     call = call.with_one_batch_axis()
     (size,) = call.batch
 
     def whole(array: Tensor, axes: int) -> Tensor:
-        if axes == 3:  # the mask
+        if axes == 3:  # the mask: [batch or 1, heads or 1, q_len or 1, kv_len or 1]
             return array.reshape((1,) * (4 - array.ndim) + tuple(array.shape))
         return array.expand(size, *array.shape[array.ndim - axes :])
 
@@ -98,24 +102,25 @@ def _one_batch_axis(call: AttentionCall) -> AttentionCall:
 
 
 def _slopes_by_kind(call: AttentionCall) -> dict[str, Tensor]:
-    """Return the slopes that count past, future or all distances, by those names."""
+    """Return slopes by the distances they multiply: ``"all"``, or ``"past"`` and ``"future"``."""
     if call.future_slopes is None:
         return {"all": call.slopes}
     return {"past": call.slopes, "future": call.future_slopes}
 
 
 def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str, Mod], Mod]:
-    """Return what FlexAttention does to single scores, and whether a query may see a key, as functions of indices.
+    """Return the score modifications by name, and the mask function, as functions of indices for FlexAttention.
 
-    The score modifications are ``"bias"``, and for each of :func:`_slopes_by_kind` one that also weighs a key by its
-    distance. What changes from call to call they read from tensors: a number would be compiled in. Indices may point to
-    ``q_padding`` queries past the last one, and to ``kv_padding`` keys, which no query sees.
+    The modification ``"bias"`` adds the bias. For each kind of :func:`_slopes_by_kind` there is one more, which also
+    multiplies each weight by the key's distance. Values that change from call to call are read from tensors, because a
+    Python number would be compiled in as a constant. Indices may point to ``q_padding`` queries past the last one, and
+    to ``kv_padding`` keys past the last one, which no query sees.
     """
     slopes = call.slopes.detach()
     future_slopes = None if call.future_slopes is None else call.future_slopes.detach()
     if (
         torch.compiler.is_compiling()
-    ):  # default slopes would be formed again in the backward pass, which cannot lower that
+    ):  # Inductor would recompute default slopes inside the backward kernel, which cannot lower that
         slopes, future_slopes = _opaque(slopes), None if future_slopes is None else _opaque(future_slopes)
     offset = call.q_offset if call.has_offset_array else slopes.new_full(call.batch, call.q_offset, dtype=torch.int32)
     nearest = _distance_origin(call, q_padding)
@@ -126,16 +131,16 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[st
     if q_ids is not None and kv_ids is not None:
         q_ids, kv_ids = F.pad(q_ids, (0, q_padding)), F.pad(kv_ids, (0, kv_padding))
     mask = call.mask
-    if mask is not None:
+    if mask is not None:  # pad only axes that do not broadcast; padding is invisible
         filling = (0, kv_padding if mask.shape[-1] > 1 else 0, 0, q_padding if mask.shape[-2] > 1 else 0)
         mask = F.pad(mask, filling, value=False) if any(filling) else mask
         mask = mask.expand(*call.batch, call.num_heads, call.q_len + q_padding, call.kv_len + kv_padding)
     key_bias = None if call.added_key_bias is None else F.pad(call.added_key_bias, (0, kv_padding))
 
     def ahead(b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Return how many tokens a key is ahead of a query.
+        """Return key position minus query position, in tokens.
 
-        In float32 there is one conversion for each row and column of a block, in place of one for each of its scores.
+        In float32, positions are converted once per row and column of a block, not once per score.
         """
         position = q_idx + offset[b]
         return kv_idx.to(torch.float32) - position.to(torch.float32) if within_float else kv_idx - position
@@ -182,10 +187,11 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[st
 
 
 def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
-    """Return the distance that each query's are counted from, ``[batch, num_heads, queries]`` int32; None for 0.
+    """Return the distance of each query's nearest key, ``[batch, num_heads, queries]`` int32; None if all are 0.
 
-    That of the nearest key: softmax ignores what is constant along a row, but where all keys are far, float32 would
-    spend its digits on it. With slopes of two kinds it is a constant only where all keys lie on one side.
+    It is subtracted from the distances of the row: a constant per row cancels in softmax, but if all keys are far away,
+    large distances would cost float32 digits. With ``future_slopes`` the subtraction is a constant only if all keys lie
+    on one side of the query.
     """
     if call.sees_own_key:
         return None
@@ -199,28 +205,28 @@ def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
 
 
 def _has_exact_positions(call: AttentionCall) -> bool:
-    """Whether float32 holds the position of each query and key, padding included, as far as the host knows."""
+    """Whether float32 represents each position exactly, padding included; False if offsets are on the device."""
     if call.has_offset_array:
         return False
     return max(abs(call.q_offset), abs(call.q_offset + call.q_len), call.kv_len) + BLOCK <= 2**24
 
 
 def _tangent(result: Tensor, lse: Tensor, moved: Tensor, moved_lse: Tensor) -> Tensor:
-    """Return the derivative of the result by the slope, ``[batch, num_heads, q_len, head_dim]`` float32.
+    """Return the derivative of the result with respect to the slope, ``[batch, num_heads, q_len, head_dim]`` float32.
 
-    It is ``mean distance * result - mean (distance * value)``, both under the attention's weights. A second attention,
-    whose weights are these times the distance, gives the latter; its log-sum-exp tells the mean distance. FlexAttention
-    would differentiate by a captured tensor too, but one score after another would be added to a head's one number:
-    atomically, so in turn and in any order.
+    It is ``mean(distance) * result - mean(distance * value)``, means taken with the attention's weights. ``moved`` is a
+    second attention whose weights are multiplied by the distance; ``exp(moved_lse - lse)`` is the mean distance.
+    FlexAttention can differentiate a captured tensor itself, but adds every score of a head to one number with atomics:
+    slow, and not deterministic.
     """
-    # Where no key has a distance, and where there are no keys at all.
+    # A row is 0 if all of its distances are 0, or if it has no keys.
     share = torch.where(torch.isfinite(moved_lse) & torch.isfinite(lse), moved_lse - lse, -math.inf)
     return torch.exp(share)[..., None] * (result.float() - moved.float())
 
 
 @torch.library.custom_op("alibi::opaque", mutates_args=())
 def _opaque(tensor: Tensor) -> Tensor:
-    """Copy, as an operator that the compiler neither looks into nor repeats in the backward pass."""
+    """Copy a tensor by an operator that the compiler neither inlines nor recomputes in the backward pass."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

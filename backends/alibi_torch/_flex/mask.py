@@ -1,4 +1,4 @@
-"""The tile plan as a ``BlockMask``: which blocks of keys FlexAttention visits, found without the host waiting."""
+"""The plan as a ``BlockMask``: the blocks of keys that FlexAttention visits, computed without a host sync."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import KeyNorms, ScoreBounds, Tiling, key_ranges, measure, nearest_keys, tolerance_of
 from alibi_torch._cpu import norm_bounds
 
-BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
-SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
-FEW_BLOCKS = 2048  # Up to this many blocks of scores, a GPU visits all: to measure takes about as long (a guess).
+BLOCK = 128  # Queries, and keys, per block: a multiple of the tile sizes of all FlexAttention kernels.
+SHORT = 128  # Below this many queries FlexAttention uses its decoding kernel, which splits keys over multiprocessors.
+FEW_BLOCKS = 2048  # Up to this many blocks of scores, a GPU visits all: measuring takes about as long (a guess).
 MEASURING = Tiling(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
@@ -27,27 +27,26 @@ def block_mask(
     norms: KeyNorms | None,
     seq_lengths: tuple[int, int],
 ) -> BlockMask:
-    """Return the blocks that the queries need, those where every key is visible to every query apart.
+    """Return the needed blocks: full ones, where every query sees every key, and partial ones, which use ``mask_mod``.
 
-    Everything happens on the device of ``query``, and nothing is read from it. Where it varies within a block whether a
-    query may see a key, ``mask_mod`` says so; ``seq_lengths`` count padding, too.
+    All computation is on the device of ``query``; the host reads no values. ``seq_lengths`` include padding.
     """
     first, stop = needed_blocks(call, query, key, norms)
     q_blocks, kv_blocks = (-(-n // BLOCK) for n in (call.q_len, call.kv_len))
     step = torch.arange(kv_blocks, dtype=torch.int32, device=query.device)
 
     def run(starts: Tensor) -> Tensor:
-        """Return consecutive blocks from ``starts [..., q_blocks]`` on; how many of them count is said elsewhere."""
+        """Return consecutive block indices from ``starts [..., q_blocks]`` on, ``[..., q_blocks, kv_blocks]``."""
         return (starts[..., None] + step).clamp(max=kv_blocks - 1).to(torch.int32).contiguous()
 
     counts: list[Tensor | None] = [stop - first, None]
     indices: list[Tensor | None] = [run(first), None]
-    # A mask or segments would have to be looked through for whole blocks. The kernel for few queries divides the keys
-    # that these need evenly among its parts where it knows of no whole blocks, and else all keys, needed or not.
+    # With a mask or segments, finding full blocks would mean reading them. The decoding kernel splits only the needed
+    # blocks among multiprocessors if there is no list of full blocks; with such a list it splits all keys.
     if call.mask is None and call.q_segment_ids is None and seq_lengths[0] >= SHORT:
         full_first, full_stop = _full_blocks(call, first, stop, q_blocks)
         counts = [stop - first - (full_stop - full_first), full_stop - full_first]
-        # The others lie on either side of the full ones.
+        # Partial blocks lie before and after the full ones.
         before = (full_first - first)[..., None]
         indices = [torch.where(step < before, run(first), run(full_stop - before[..., 0])), run(full_first)]
     partial, full = (None if x is None else x.to(torch.int32).contiguous() for x in counts)
@@ -56,7 +55,7 @@ def block_mask(
 
 
 def visits_all(call: AttentionCall) -> bool:
-    """Whether a GPU visits all blocks that masks leave sooner than it measures which could be left out."""
+    """Whether visiting all unmasked blocks on a GPU is faster than measuring which could be skipped."""
     if call.device.type != "cuda":
         return False
     scores = -(-call.q_len // BLOCK) * -(-call.kv_len // BLOCK)
@@ -66,9 +65,9 @@ def visits_all(call: AttentionCall) -> bool:
 def needed_blocks(
     call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the first block of keys that each block of queries needs, and the one after the last.
+    """Return, for each block of queries, the first needed block of keys, and the block after the last needed one.
 
-    int32, ``[batch or 1, num_heads or 1, q_blocks]``.
+    Both are int32, ``[batch or 1, num_heads or 1, q_blocks]``.
     """
     tolerance = tolerance_of(call)
     if tolerance == 0:  # nothing to measure
@@ -76,23 +75,25 @@ def needed_blocks(
     else:
         bounds = measure(call, query.detach(), key.detach(), MEASURING, norms).bounds(call, nearest_keys(call))
     ranges = key_ranges(call, bounds, tolerance)
+    # From keys to blocks: round the start down and the end up.
     first = torch.div(ranges.first, BLOCK, rounding_mode="floor")
     stop = torch.div(ranges.stop + (BLOCK - 1), BLOCK, rounding_mode="floor")
     return first, torch.where(ranges.first < ranges.stop, stop, first)
 
 
 def _full_blocks(call: AttentionCall, first: Tensor, stop: Tensor, q_blocks: int) -> tuple[Tensor, Tensor]:
-    """Return, among the needed blocks, the first that every query of a block sees whole, and the one after the last."""
+    """Return the first needed block of keys that all queries of a block see entirely, and the block after the last."""
     starts = torch.arange(q_blocks, dtype=torch.int32, device=first.device) * BLOCK
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
     lowest, highest = starts + offset, (starts + BLOCK).clamp(max=call.q_len) - 1 + offset  # positions
     lowest, highest = lowest.clamp(max=call.kv_len), highest.clamp(min=0)
     full_first, full_stop = first, stop.clamp(max=call.kv_len // BLOCK)
-    reach = 0 if call.is_causal else call.window_size  # the farthest key ahead that may be seen
+    reach = 0 if call.is_causal else call.window_size  # tokens ahead of a query that are visible; None: all
     if reach is not None:
-        reach = min(reach, 2**31 - 2 - call.kv_len)  # so that int32 holds a position that far ahead
+        reach = min(reach, 2**31 - 2 - call.kv_len)  # so that positions do not overflow int32
         full_stop = torch.minimum(full_stop, torch.div(lowest + (reach + 1), BLOCK, rounding_mode="floor"))
     if call.window_size is not None:
+        # The last query of the block must still see the block's first key.
         visible = torch.div(highest - call.window_size - 1, BLOCK, rounding_mode="floor") + 1
         full_first = torch.maximum(full_first, visible)
     count = (full_stop - full_first).clamp(min=0)

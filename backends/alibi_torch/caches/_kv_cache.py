@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, for decoding."""
+"""A key/value cache for decoding."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from alibi_torch._cpu import NEAR, KeyNorms, norm_bounds, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._internals import in_transform
 
-BLOCK = 128  # keys that one bound of their norms is kept for
+BLOCK = 128  # The cache stores one upper bound of norms for each block of this many keys.
 
 
 class KVCache:
-    """A key/value cache of fixed capacity that appends in place, and keeps what the horizon needs to know of keys.
+    """A key/value cache of fixed capacity that appends in place and stores bounds of key norms for the horizon.
 
     Attributes:
         key: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
-        value: Likewise.
-        length: Tokens held, by the longest row if rows have lengths of their own.
-        lengths: Those, ``[batch_size]`` int64 on the CPU; None while all rows are as long.
+        value: ``[batch_size, num_kv_heads, max_length, head_dim]``, in use as ``key``.
+        length: Number of cached tokens; of the longest row, if the lengths of rows differ.
+        lengths: The length of each row, ``[batch_size]`` int64 on the CPU; None while all rows have equal lengths.
 
     Example:
         >>> cache = KVCache(1, 2, 5, 4)
@@ -66,7 +66,7 @@ class KVCache:
         self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         statistics = torch.promote_types(self.key.dtype, torch.float32)
         self._norms_by_block = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
-        self._measured = 0  # tokens whose norms are among them
+        self._measured = 0  # the number of tokens whose norms are included
         self.length = 0
         self.lengths: Tensor | None = None
 
@@ -76,15 +76,15 @@ class KVCache:
         return self.key.shape[2]
 
     def _norms(self, near: int) -> KeyNorms:
-        """Return bounds of the norms of all tokens held but perhaps the last ``near``."""
+        """Return bounds of the norms of all cached keys, except possibly the last ``near``."""
         if self.length - self._measured > near:
             _ = self.key_norms
         return KeyNorms(self._norms_by_block[:, :, : max(1, -(-self._measured // BLOCK))], BLOCK)
 
     @property
     def key_norms(self) -> Tensor:
-        """``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys."""
-        if self._measured < self.length:  # not with each token: few keys are attended to without
+        """``[batch_size, num_kv_heads, blocks]``, float32: an upper bound of the norms of each block of 128 keys."""
+        if self._measured < self.length:  # lazily: short caches are never measured
             some = slice(self._measured, self.length)
             norms = norm_bounds(self.key[:, :, some].detach())
             blocks = torch.arange(some.start, some.stop, device=norms.device) // BLOCK
@@ -94,7 +94,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values, room for more included."""
+        """Bytes of keys and values, unused capacity included."""
         return self.key.nbytes + self.value.nbytes
 
     def __repr__(self) -> str:
@@ -103,21 +103,21 @@ class KVCache:
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
     def append(self, key: Tensor, value: Tensor, *, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of further tokens and return those of all tokens so far.
+        """Store the keys and values of new tokens and return those of all tokens so far.
 
         Args:
             key: ``[batch_size, num_kv_heads, new, head_dim]``.
-            value: Likewise.
-            lengths: ``[batch_size]`` integers: how many of the new tokens of each row count, where prompts of different
-                lengths are padded behind. What comes next goes behind those. Default: all.
+            value: ``[batch_size, num_kv_heads, new, head_dim]``.
+            lengths: ``[batch_size]`` integers: the number of new tokens in each row, for prompts of different lengths
+                with padding at the end. Later tokens follow them directly. Default: all ``new`` tokens.
 
         Returns:
-            Views of the cache, ``[batch_size, num_kv_heads, length, head_dim]`` each. They are valid until the next
-            :meth:`append`, as far as gradients are concerned; decode under ``torch.no_grad()``.
+            Views of the cache, ``[batch_size, num_kv_heads, length, head_dim]`` each. For gradients they are valid
+            until the next :meth:`append`; decode under ``torch.no_grad()``.
 
         Raises:
             TypeError: If an argument is no floating tensor of four axes.
-            ValueError: If the cache is full, or holds another batch, dtype or device.
+            ValueError: If the cache is full, or has another batch size, dtype or device.
         """
         _check_appended(key, value, self.key)
         if lengths is not None or self.lengths is not None:
@@ -129,17 +129,17 @@ class KVCache:
         return self._held_tensors()
 
     def _held_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all tokens held."""
+        """Return views of the keys and values of all cached tokens."""
         return self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
 
     def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
-        """Return how many of ``new`` tokens count in each row."""
+        """Return the number of new tokens in each row, ``[batch_size]``; ``new`` without ``lengths``."""
         if lengths is None:
             return np.full(self.key.shape[0], new)
         return check_lengths(xp, "lengths", lengths, self.key.shape[0], new).cpu().numpy().astype(np.int64)
 
     def _held(self) -> np.ndarray[Any, Any]:
-        """Return how many tokens each row holds."""
+        """Return the number of cached tokens in each row, ``[batch_size]``."""
         return np.full(self.key.shape[0], self.length) if self.lengths is None else self.lengths.numpy()
 
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
@@ -154,9 +154,10 @@ class KVCache:
             for x in (tokens.rows, tokens.columns, tokens.slots, tokens.ends[:, None], counts[:, None])
         )
         for held, given in ((self.key, key), (self.value, value)):
-            held[:, :, self.length : end] = 0.0  # a shorter row's places are read, too: of NaN, a weight of 0 makes NaN
+            held[:, :, self.length : end] = 0.0  # padding of shorter rows is read with weight 0, and 0 * NaN is NaN
             held[rows, :, slots] = given[rows, :, columns]
         places = torch.arange(key.shape[2], device=key.device)
+        # Padding has norm 0, which changes no maximum: [batch_size, num_kv_heads, new].
         norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
         blocks = ((ends - new + places) // BLOCK).clamp(max=self._norms_by_block.shape[2] - 1)[:, None]
         self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
@@ -179,30 +180,30 @@ class KVCache:
         lengths: Tensor | None = None,
         law: str = "linear",
     ) -> Tensor:
-        """Return the causal attention of the last tokens held over all tokens held.
+        """Return the causal attention of the last cached tokens over all cached tokens.
 
-        It equals :func:`alibi_torch.attention` on the tensors that :meth:`append` returned, but need not read all keys
-        to find out how large they are.
+        It equals :func:`alibi_torch.attention` on the tensors that :meth:`append` returned, but uses the cached norms,
+        so it need not read all keys to measure them.
 
         Args:
-            query: ``[batch_size, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
-            slopes: As for :func:`alibi_torch.attention`, like all the rest.
-            mask: Over all tokens held, likewise.
-            segment_ids: A pair (queries, all tokens held).
-            window_size: In tokens.
+            query: ``[batch_size, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
+            slopes: As in :func:`alibi_torch.attention`: ``[num_heads]`` or ``[batch_size, num_heads]``.
+            mask: As in :func:`alibi_torch.attention`: booleans over all cached tokens.
+            segment_ids: A pair of integer tensors, for the queries and for all cached tokens.
+            window_size: Mask keys farther away than this many tokens.
             scale: Factor of the scores.
-            tolerance: The share of softmax weight that may be left out.
-            implementation: As there.
-            lengths: ``[batch_size]`` integers: how many of the queries of each row count, as :meth:`append` was told of
-                its tokens; the others' results mean nothing. Default: all.
-            law: As there.
+            tolerance: The share of softmax weight that may be skipped.
+            implementation: As in :func:`alibi_torch.attention`: the name of an implementation, or None.
+            lengths: ``[batch_size]`` integers: the number of queries in each row, as given to :meth:`append`; results
+                of the padding are undefined. Default: all ``q_len`` queries.
+            law: As in :func:`alibi_torch.attention`: ``"linear"``, ``"log"`` or ``"sqrt"``.
 
         Returns:
             ``[batch_size, num_heads, q_len, head_dim]``.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If fewer tokens are held than queries are given, or a value or a shape is wrong.
+            ValueError: If there are more queries than cached tokens, or a value or a shape is wrong.
         """
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
@@ -218,20 +219,21 @@ class KVCache:
         call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
         key, value = self._held_tensors()
         norms = None
-        if self.key.device.type != "cpu" or torch.compiler.is_compiling():  # which cannot ask how calls are cut up
+        # uses_norms reads Python settings, so a compiler cannot trace it.
+        if self.key.device.type != "cpu" or torch.compiler.is_compiling():
             norms = self._norms(0)
         elif uses_norms(call):
             norms = self._norms(NEAR if call.q_len == 1 and implementation in (None, "tiled") else 0)
         return _guarded(run(call, query, key, value, implementation, norms), self.key)
 
     def truncate(self, length: int | Tensor) -> None:
-        """Forget all tokens but the first ``length`` of each row: a number, or ``[batch_size]`` integers.
+        """Remove all tokens after the first ``length`` of each row: a number, or ``[batch_size]`` integers.
 
-        So rows go on from where they differ, as after tokens that were guessed.
+        Speculative decoding uses it to remove rejected tokens, whose number differs between rows.
 
         Raises:
-            TypeError: If ``length`` is of another kind.
-            ValueError: If it is negative, or of another shape.
+            TypeError: If ``length`` is of the wrong kind.
+            ValueError: If ``length`` is negative or has the wrong shape.
         """
         if isinstance(length, Tensor):
             held, most = self._held(), check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
@@ -239,7 +241,7 @@ class KVCache:
             forgotten = RowTokens.of(kept, held - kept)
             rows, slots = (torch.from_numpy(x).to(self.key.device) for x in (forgotten.rows, forgotten.slots))
             for tensor in (self.key, self.value):
-                tensor[rows, :, slots] = 0.0  # as above
+                tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
             self._hold(kept)
             return
         self.length = min(self.length, non_negative_int("length", length))
@@ -248,19 +250,20 @@ class KVCache:
         self._measured = min(self._measured, self.length)
 
     def select_batch(self, indices: Tensor) -> None:
-        """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
+        """Replace the batch by the sequences at ``indices``, in that order; indices may repeat.
 
-        Beam search does so, as its candidates fall behind or branch.
+        Beam search uses it to drop and to duplicate candidates.
 
         Args:
-            indices: ``[batch_size]`` integers, for a batch size that may be another than before.
+            indices: ``[new batch_size]`` integers.
 
         Raises:
-            TypeError: If they are no integer tensor.
-            IndexError: If there is no such sequence.
+            TypeError: If ``indices`` is no integer tensor.
+            IndexError: If an index is out of range.
         """
         indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device, torch.long)
-        indices = torch.where(indices < 0, indices + self.key.shape[0], indices)  # index_select takes no negative ones
+        # index_select rejects negative indices.
+        indices = torch.where(indices < 0, indices + self.key.shape[0], indices)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
         if self.lengths is not None:
@@ -268,16 +271,17 @@ class KVCache:
 
 
 def autocast_dtype(place: str) -> torch.dtype | None:
-    """Return what autocast makes of tensors on a kind of device, None where it is off."""
+    """Return the dtype that autocast uses on a device type, or None if it is off."""
     if place == "meta" or not torch.is_autocast_enabled(place):
         return None
     return torch.get_autocast_dtype(place)
 
 
 def _guarded(result: Tensor, key: Tensor) -> Tensor:
-    """Return a result whose backward pass refuses to run where the cache's keys have been changed in place since."""
-    if not result.requires_grad or torch.compiler.is_compiling() or in_transform():  # which has no hooks
+    """Return the result with a hook that raises in the backward pass if the cache's keys have changed since."""
+    if not result.requires_grad or torch.compiler.is_compiling() or in_transform():  # no hooks there
         return result
+    # In-place writes increase the version counter of a tensor.
     version = key._version
 
     def check(gradient: Tensor) -> None:
@@ -292,12 +296,12 @@ def _guarded(result: Tensor, key: Tensor) -> Tensor:
 
 
 def _check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
-    """Check that keys and values fit those that a cache holds, in all but their number."""
+    """Check that new keys and values have the shape (except the length), dtype and device of the cache."""
     batch_size, num_kv_heads, _, head_dim = like.shape
     if type(key) is type(value) is Tensor and key.shape == value.shape and key.ndim == 4:
         fits = key.dtype == value.dtype == like.dtype and key.device == value.device == like.device
         if fits and (*key.shape[:2], key.shape[3]) == (batch_size, num_kv_heads, head_dim):
-            return  # a step takes no longer than what follows
+            return  # skip the checks below: they take as long as a decoding step
     if isinstance(key, Tensor) and key.dtype != like.dtype and key.dtype == autocast_dtype(like.device.type):
         raise ValueError(
             f"cache must be made under the autocast that it is used in, where make_cache gives it {key.dtype}, got one "

@@ -1,6 +1,6 @@
-"""Layers, models and the bias as a module, and how checkpoints load into them.
+"""Layers, models, the bias as a module, and loading of checkpoints.
 
-In go configurations, tensors and checkpoints. Out come modules with trainable parameters.
+Input: configurations, tensors and checkpoints. Output: modules with trainable parameters.
 """
 
 from alibi_torch.nn._bias import AlibiBias

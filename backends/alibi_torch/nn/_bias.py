@@ -1,4 +1,4 @@
-"""The bias as a module that keeps the last one it built."""
+"""The bias as a module that caches the last bias."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from alibi_torch.nn._slopes import KeepsSlopes
 
 
 class AlibiBias(KeepsSlopes):
-    """Builds the ALiBi bias, and builds it anew only when lengths, dtype or device change.
+    """Builds the ALiBi bias; rebuilds it only when lengths, dtype or device change.
 
-    For models that add a bias to scores of their own. :func:`alibi_torch.attention` needs none.
+    Use it in models that compute scores themselves. :func:`alibi_torch.attention` needs no bias.
 
     Args:
-        num_heads: How many heads.
+        num_heads: Number of heads.
         is_causal: Mask keys after the query. Otherwise the bias is symmetric.
-        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array, not negative; used as float32. Default: those of
+        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array, not negative; used as float32. Default: the slopes of
             ``scheme``.
-        scheme: As for :func:`alibi_core.slopes`; must be left alone when ``slopes`` are given.
+        scheme: As in :func:`alibi_core.slopes`: the name of a scheme; must be None when ``slopes`` are given.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -53,22 +53,22 @@ class AlibiBias(KeepsSlopes):
         self._built: tuple[Tensor, tuple[object, ...], Tensor] | None = None  # slopes, key, bias
 
     def forward(self, q_len: int, kv_len: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the bias of ``q_len`` queries over ``kv_len`` keys (default ``q_len``), ends aligned.
+        """Return the bias of ``q_len`` queries over ``kv_len`` keys; the last query is at the last key.
 
         Args:
-            q_len: Queries, in tokens.
-            kv_len: Keys, in tokens.
-            dtype: Default that of the slopes.
+            q_len: Number of queries, in tokens.
+            kv_len: Number of keys, in tokens. Default ``q_len``.
+            dtype: Dtype of the bias. Default: the dtype of the slopes.
 
         Returns:
             ``[num_heads, q_len, kv_len]`` on the device of the slopes; do not change it in place.
         """
-        non_negative_int("q_len", q_len)  # True and 1.0 would pass for 1 in the key
+        non_negative_int("q_len", q_len)  # as cache keys, True and 1.0 would equal 1
         if kv_len is not None:
             non_negative_int("kv_len", kv_len)
-        if torch.compiler.is_compiling():  # a compiled function keeps nothing: it makes the bias part of other loops
+        if torch.compiler.is_compiling():  # no cache: the compiler fuses the bias into other loops
             return alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
-        # In the key, too: a bias made in inference mode could not be used in training.
+        # Inference mode is part of the key: a bias made in it cannot be used with autograd.
         key = (q_len, kv_len, dtype, self.slopes.device, torch.is_inference_mode_enabled())
         if self._built is None or self._built[0] is not self.slopes or self._built[1] != key:
             bias = alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)

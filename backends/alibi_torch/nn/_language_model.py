@@ -1,4 +1,4 @@
-"""A language model on the ALiBi transformer: tokens in, logits out, and text that goes on from a prompt."""
+"""A language model on the ALiBi transformer: tokens in, logits out, and generation from a prompt."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, lo
 
 
 class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
-    """Predict each next token from those before it, at any length.
+    """Predict each next token from the tokens before it, at any length.
 
-    One matrix embeds the tokens and reads out the logits; ``config`` may ask for a head of its own.
+    The embedding matrix also computes the logits, unless ``config`` asks for a separate head.
 
     Args:
         config: Shape of the model; must be causal.
         vocab_size: Number of different tokens.
-        attention: As for :class:`AlibiTransformer`.
+        attention: As in :class:`AlibiTransformer`: a factory of attention layers.
 
     Raises:
         TypeError: If ``vocab_size`` is no integer.
-        ValueError: If it is below 1, or ``config`` describes an encoder.
+        ValueError: If ``vocab_size`` is below 1, or ``config`` describes an encoder.
 
     Example:
         >>> model = AlibiLanguageModel(AlibiConfig(num_layers=1), vocab_size=256)
@@ -64,29 +64,30 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
     ) -> Tensor:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
 
-        Prompts may differ in length. Each goes on as it would alone: the new tokens follow its own, and padding comes
-        last.
+        Prompts may differ in length. Each row gets the tokens that its prompt would get alone: the new tokens follow
+        the prompt directly, and padding comes last.
 
         Args:
-            tokens: ``[batch, length]`` integers, the prompts, of at least one token.
-            max_new_tokens: How many tokens to add to each; may be 0.
-            lengths: ``[batch]`` integers, how many tokens of each prompt count; padding follows them.
+            tokens: ``[batch, length]`` integers, the prompts, at least one token each.
+            max_new_tokens: Number of tokens to add to each prompt; may be 0.
+            lengths: ``[batch]`` integers, the number of tokens in each prompt; padding follows them.
             mask: ``[batch, length]`` booleans or integers, 0 for padding, on either side, in place of lengths.
-            temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this.
-            top_k: Draw from this many of the likeliest tokens alone.
-            top_p: Then draw from the likeliest of those alone that reach this share of their probability together.
+            temperature: 0 takes the likeliest token. Otherwise tokens are sampled, with the logits divided by this.
+            top_k: Sample only from this many of the likeliest tokens.
+            top_p: Sample only from the fewest likeliest tokens whose probabilities sum to this share; applied after
+                ``top_k``.
             eos_token_id: A token, or several, that ends a row.
-            pad_token_id: What a row is filled with that has ended, or is shorter than others. Default
-                ``eos_token_id``, the first of several, or 0.
-            generator: Source of the draws, on the device of ``tokens``. Default PyTorch's global one.
+            pad_token_id: The token that fills a row after its end. Default: ``eos_token_id`` (the first of several), or
+                0.
+            generator: The random generator for sampling, on the device of ``tokens``. Default: PyTorch's global one.
 
         Returns:
-            ``[batch, length + max_new_tokens]``, of the dtype of ``tokens``.
+            ``[batch, length + max_new_tokens]``, with the dtype of ``tokens``.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, or ``tokens`` is
-                not ``[batch, length]`` with a token in each row, or has one that the model has no embedding of.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, ``tokens`` is
+                not ``[batch, length]`` with a token in each row, or a token is outside of the vocabulary.
         """
         rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}

@@ -16,22 +16,22 @@ from alibi_torch.nn._slopes import KeepsSlopes
 
 
 class AlibiAttention(KeepsSlopes, models.BaseAttention):
-    """Multi-head self-attention whose only notion of position is ALiBi.
+    """Multi-head self-attention whose only positional information is ALiBi.
 
-    Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), under the same names in every
+    Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
     backend, so that a state dict saved as safetensors loads into any of them. Fixed slopes are a buffer that is not
-    saved; learnable ones are the parameter ``log_slopes``, whose exponential stays positive whatever the optimizer
-    does. Both stay float32 when the module is cast to a lower precision.
+    saved. Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. Both stay float32 when
+    the module is cast to a lower precision.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
             fields of :class:`AlibiConfig`.
-        head_dim: Features a head. Default ``embed_dim // num_heads``.
-        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical ones. A tensor-parallel shard
-            passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
+        head_dim: Features per head. Default ``embed_dim // num_heads``.
+        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical slopes. A tensor-parallel shard
+            passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
         future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
-        implementation: As for :func:`alibi_torch.attention`.
-        device: Where the parameters live.
+        implementation: As in :func:`alibi_torch.attention`: the name of an implementation, or None.
+        device: Device of the parameters.
         dtype: Dtype of the projections.
 
     Raises:
@@ -102,15 +102,15 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
 
-        Its dtype is that of the keys to come: the parameters', or autocast's where the cache is made under autocast.
+        Its dtype is the dtype that keys will have: that of the parameters, or autocast's under autocast.
 
         Args:
-            batch_size: Sequences.
-            max_length: Tokens that the cache can hold.
+            batch_size: Number of sequences.
+            max_length: Capacity of the cache, in tokens.
         """
         weight, device = self.k_proj.weight, self._current_slopes.device
         dtype = autocast_dtype(device.type)
-        if dtype is None:  # a quantized projection holds its weight packed, or as integers, and gives the default dtype
+        if dtype is None:  # a quantized projection has a packed or integer weight, and its output the default dtype
             has_dtype = isinstance(weight, Tensor) and weight.is_floating_point()
             dtype = weight.dtype if has_dtype else torch.get_default_dtype()
         return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""PyTorch's own multi-head attention, with ALiBi."""
+"""``nn.MultiheadAttention`` with ALiBi."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from alibi_torch.nn._slopes import KeepsSlopes
 
 
 class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` with ALiBi: its arguments, masks, parameters and state dict, and slopes.
+    """``nn.MultiheadAttention`` with ALiBi: the same arguments, masks, parameters and state dict, plus slopes.
 
-    It takes the place of ``self_attn`` in PyTorch's transformer layers, whose fused inference, which knows no bias,
-    it keeps from being used. Without masks, and with boolean ones or those of 0 and -inf, ``need_weights=False``
-    computes tiles with no bias in memory, as :func:`alibi_torch.attention` does; those layers ask for that. Weights as
-    output, other additive masks and dropout of weights take the implementation ``"dense"``. So do masks of 0 and -inf
-    where they cannot be read: under ``torch.compile``.
+    It replaces ``self_attn`` in PyTorch's transformer layers, and disables their fused inference path, which has no
+    bias. With ``need_weights=False`` (as those layers call it) and no mask, a boolean mask or a mask of 0 and -inf, it
+    runs :func:`alibi_torch.attention` without a bias in memory. Weights as output, other additive masks and dropout of
+    weights need the implementation ``"dense"``. So do masks of 0 and -inf whose values cannot be read, as under
+    ``torch.compile``.
 
-    A query that may look nowhere gives zeros. In a new module keys on both sides are seen; a causal ``attn_mask``,
-    ``is_causal=True`` in a call or here makes it causal.
+    A query that sees no key gives zeros. By default queries see keys on both sides; a causal ``attn_mask``, or
+    ``is_causal=True`` in a call or here, makes attention causal.
 
     Args:
-        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As for ``nn.MultiheadAttention``.
-        add_bias_kv: False: a key that is no token has no position.
-        add_zero_attn: False, likewise.
-        is_causal: Let no query see keys after it, whatever masks say.
-        slopes, future_slopes, learnable_slopes, window_size, implementation: As for :class:`AlibiAttention`.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in ``nn.MultiheadAttention``.
+        add_bias_kv: Must be False: the added key is no token and has no position.
+        add_zero_attn: Must be False, for the same reason.
+        is_causal: Mask keys after the query in every call, whatever the masks are.
+        slopes, future_slopes, learnable_slopes, window_size, implementation: As in :class:`AlibiAttention`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -94,7 +94,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
-        # PyTorch's transformer layers pass a module by, parameters in hand, that has this attribute.
+        # If this attribute is True, PyTorch's transformer layers skip forward() and run their fused path instead.
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -117,20 +117,20 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             query, key, value: ``[q_len, batch, embed_dim]``, ``[kv_len, batch, kdim]`` and ``[kv_len, batch, vdim]``;
                 batch first with ``batch_first``; or all three without a batch.
             key_padding_mask: ``[batch, kv_len]``: booleans, True where a key is NOT attended to, or numbers to add to
-                scores.
-            need_weights: Return weights, too, which takes memory for all of them.
+                the scores.
+            need_weights: Return the weights, too, which takes memory for all of them.
             attn_mask: ``[q_len, kv_len]`` or ``[batch * num_heads, q_len, kv_len]``: booleans, True where NOT to
                 attend, or numbers to add to scores.
             average_attn_weights: Average the weights returned over the heads.
-            is_causal: That ``attn_mask`` is the causal mask, or is to be: it may be left out, and where ``q_len`` is
-                ``kv_len`` it is not read.
+            is_causal: Apply the causal mask. ``attn_mask`` may then be None; if ``q_len`` equals ``kv_len``, it is
+                ignored.
             q_offset: Position of the first query, the first key having position 0: an int or a ``[batch]`` integer
                 tensor. Default ``kv_len - q_len``.
             segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
 
         Returns:
-            The output, shaped as ``query``, and the weights, ``[batch, q_len, kv_len]``, or not averaged ``[batch,
-            num_heads, q_len, kv_len]``; None if they are not needed.
+            The output, with the shape of ``query``, and the weights: ``[batch, q_len, kv_len]`` if averaged, else
+            ``[batch, num_heads, q_len, kv_len]``; None without ``need_weights``.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
@@ -153,6 +153,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             x.unflatten(-1, (self.num_heads, self.head_dim)).permute(heads_first)  # [batch, heads, length, head_dim]
             for x in self._projected(query, key, value, is_self)
         )
+        # A square causal attn_mask repeats is_causal, so it need not be read.
         causal = self.is_causal or is_causal
         if is_causal and q.shape[2] == k.shape[2]:
             attn_mask = None
@@ -177,7 +178,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         return output, weights.mean(dim=1) if weights is not None and average_attn_weights else weights
 
     def _nested(self, sequences: Tensor, *options: Any, **places: Any) -> tuple[Tensor, Tensor | None]:
-        """Attend within each sequence of a nested tensor, which nn.TransformerEncoder makes of padded ones."""
+        """Attend within each sequence of a nested tensor; nn.TransformerEncoder makes these from padded tensors."""
         padded = sequences.to_padded_tensor(0.0)  # [batch, longest, embed_dim], whatever batch_first is
         lengths = [len(x) for x in sequences.unbind()]
         ends = torch.tensor(lengths, device=padded.device)
@@ -219,7 +220,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         attn_mask: Tensor | None,
         sizes: tuple[int, int, int, int],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return a mask, True where keys are seen, and a bias to add to scores, whose shape is ``sizes``."""
+        """Return a boolean mask, True for visible keys, and a bias; both broadcast to the scores' shape ``sizes``."""
         batch, num_heads, q_len, kv_len = sizes
         by_key = [((batch, kv_len), (batch, 1, 1, kv_len))]
         by_score = [((q_len, kv_len), (1, 1, q_len, kv_len)), ((batch * num_heads, q_len, kv_len), sizes)]
@@ -229,7 +230,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
                 continue
             if given.dtype != torch.bool and not given.is_floating_point():
                 raise TypeError(f"{name} must be boolean (True where NOT to attend) or floating, got {given.dtype}")
-            shape = tuple(given.shape)  # of symbols, which are compared only with as many, under torch.export
+            shape = tuple(given.shape)  # torch.export has symbols: compare equal ranks only
             fitting = [view for accepted, view in shapes if len(accepted) == given.ndim and accepted == shape]
             if not fitting:
                 raise ValueError(f"{name} must have shape {' or '.join(str(x) for x, _ in shapes)}, got {shape}")
@@ -243,11 +244,12 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
 
 
 def _is_mask(added: Tensor) -> bool:
-    """Whether numbers to add are 0 and -inf alone, which booleans say as well; False where they cannot be read."""
+    """Whether an additive mask holds only 0 and -inf, so that booleans can replace it; False if it cannot be read."""
     if added.requires_grad or added.is_meta or torch.compiler.is_compiling():
         return False
     if in_transform():
         return False
+    # Reading values is not allowed while a CUDA graph is captured.
     if added.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return bool(((added == 0) | (added == -math.inf)).all())

@@ -1,4 +1,4 @@
-"""Slopes that stay float32 whatever precision their module is cast to."""
+"""Slopes that stay float32 when their module is cast to a lower precision."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from alibi_core.backend.models import LayerShape
 
 
 class KeepsSlopes(nn.Module):
-    """A module whose slopes follow it between devices, but not to another precision, and come to life after ``meta``.
+    """A module whose slopes move with it between devices, keep float32, and get their values when it leaves ``meta``.
 
-    Fixed slopes are buffers that no state dict holds: their values are in ``shape``. A slope rounded to bfloat16 would
-    be off by up to 0.4 %, which over thousands of tokens is whole units of bias.
+    Fixed slopes are buffers outside of the state dict; ``shape`` holds their values. Rounded to bfloat16, a slope would
+    be off by up to 0.4 %: several units of bias at a distance of thousands of tokens.
     """
 
     shape: LayerShape
@@ -47,9 +47,9 @@ class KeepsSlopes(nn.Module):
         super()._apply(fn, recurse)
         for name, old in before.items():
             moved = getattr(self, name)
-            if old.is_meta and name != "log_slopes":  # to_empty left it without values
+            if old.is_meta and name != "log_slopes":  # to_empty allocates without values
                 moved.data = self._slopes_on(name, moved.device)
-            elif moved.dtype != old.dtype:
+            elif moved.dtype != old.dtype:  # undo the cast, of the gradient too
                 gradient, moved.grad = moved.grad, None
                 moved.data = old.to(moved.device)
                 moved.grad = None if gradient is None else gradient.to(old.dtype)
@@ -57,7 +57,7 @@ class KeepsSlopes(nn.Module):
 
 
 def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
-    """Give fixed slopes their values where a state dict was assigned to parameters on ``meta``."""
+    """Give fixed slopes their values after ``load_state_dict(assign=True)`` on a module on ``meta``."""
     device = next((x.device for x in module.parameters() if not x.is_meta), None)
     for name in ("slopes", "future_slopes"):
         slopes = getattr(module, name)

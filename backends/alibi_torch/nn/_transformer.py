@@ -1,4 +1,4 @@
-"""A transformer whose only sense of position is ALiBi."""
+"""A transformer whose only positional information is ALiBi."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AlibiTransformer(nn.Module, models.BaseTransformer):
 
     Args:
         config: Shape of the model.
-        attention: Makes each block's attention layer from ``config``, called as ``layer(x, mask=..., segment_ids=...,
-            cache=...)``. Default ``alibi_torch.AlibiAttention``.
+        attention: A factory that takes ``config`` and returns a block's attention layer, which is called as
+            ``layer(x, mask=..., segment_ids=..., cache=...)``. Default ``alibi_torch.AlibiAttention``.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ class Activation(nn.Module, models.BaseActivation):
 
 
 class Parts(models.BaseParts):
-    """Makes PyTorch's modules for a model."""
+    """Factory of the PyTorch modules of a model."""
 
     attention_layer = AlibiAttention
     listed = nn.ModuleList
@@ -94,5 +94,5 @@ class Parts(models.BaseParts):
 
 
 def look_up(table: nn.Module, numbers: Tensor) -> Tensor:
-    """Return a table's rows for integers of any dtype; PyTorch's embeddings take two."""
+    """Return a table's rows for integers of any dtype; PyTorch's embeddings accept only int32 and int64."""
     return table(numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long())

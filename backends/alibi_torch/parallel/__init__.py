@@ -1,7 +1,7 @@
 """ALiBi attention on several processes: one sequence divided among them, or the heads of a layer.
 
-Because ALiBi's bias falls without bound, a shard of the sequence needs few tokens of the others: those within the
-horizon of each head. Keys and values travel from process to process no farther than that, and their gradients back. ::
+Because ALiBi's bias falls without bound, a shard of the sequence needs only the tokens of other shards that are within
+the horizon of each head. Processes exchange the keys and values of these tokens, and return their gradients. ::
 
     from alibi_torch import parallel
 

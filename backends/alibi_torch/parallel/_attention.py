@@ -1,4 +1,4 @@
-"""Sequence-parallel ALiBi attention of a process group."""
+"""Sequence-parallel ALiBi attention in a process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from alibi_torch.parallel._halo import GatherHalo, Halo, gathered
 from alibi_torch.parallel._reach import needed_tokens
 
 
-# What processes tell each other decides what is computed: torch.compile leaves the call as it is, between its graphs.
+# Exchanged values decide the shapes of tensors, so torch.compile must not trace this call: it breaks the graph here.
 @torch._disable_dynamo
 def attention(
     query: Tensor,
@@ -47,38 +47,38 @@ def attention(
 ) -> Tensor:
     """Return this process's part of ALiBi self-attention over a sequence that is divided among processes.
 
-    The result is that of :func:`alibi_torch.attention` on the whole sequence, to rounding, with gradients of query,
-    key, value and slopes. All processes of the group have to make the call, and to go backward through it if one does.
+    The result equals that of :func:`alibi_torch.attention` on the whole sequence up to rounding, with gradients of
+    query, key, value and slopes. All processes of the group must make the call; if one runs the backward pass, all
+    must.
 
-    Each process gets the keys and values that its queries need, and no others: of each key/value head as many tokens
-    as its horizon reaches. That follows from norms of queries and keys, the largest of which processes tell each other
-    first.
+    Each process receives only the keys and values that its queries need: for each key/value head, the tokens within
+    its horizon. The horizons are computed from the largest norms of queries and keys, which are exchanged first.
 
-    Padding at the end of the sequence, of which ``length`` tells, is not looked at, and its results are zeros. A
-    gradient by slopes is that of this process's results: summed over the group, it is that of all.
+    Padding at the end of the sequence (see ``length``) is ignored, and its results are zeros. The gradient of slopes
+    belongs to this process's results; sum it over the group to get the full gradient.
 
     Arguments that are not listed are those of :func:`alibi_torch.attention`.
 
-    - ``query``: ``[batch, num_heads, shard_len, head_dim]``, this process's shard: tokens that follow those of the
-      process before, and this process's heads. ``shard_len`` is the same on all processes. ``key``, ``value`` and
-      ``segment_ids`` (``[batch, shard_len]``) are of the same tokens.
-    - ``slopes``, ``future_slopes``: ``[num_heads]``, those of *all* processes' heads. Default: the canonical slopes of
-      as many heads as all processes have together.
+    - ``query``: ``[batch, num_heads, shard_len, head_dim]``, this process's shard: the tokens after those of the
+      process with the rank before, and this process's heads. ``shard_len`` is equal on all processes. ``key``,
+      ``value`` and ``segment_ids`` (``[batch, shard_len]``) belong to the same tokens.
+    - ``slopes``, ``future_slopes``: ``[num_heads]``, the slopes of *all* processes' heads. Default: the canonical
+      slopes for the number of heads of all processes together.
     - ``group``: The processes that share the sequence, or a mesh. Default: all processes.
-    - ``axis_name``: The mesh dimension that tokens are divided along, where the mesh has several.
-    - ``head_axis``: The mesh dimension that heads are divided along; None if they are not.
-    - ``length``: Tokens of the sequence. Default: those of all shards.
-    - ``tolerance``: The share of softmax weight that may be left out, by what is not sent and not computed together.
-      With 0 all is sent and computed.
+    - ``axis_name``: The mesh dimension along which tokens are sharded; required if the mesh has several.
+    - ``head_axis``: The mesh dimension along which heads are sharded; None if they are not.
+    - ``length``: Number of tokens of the sequence. Default: the number of tokens of all shards.
+    - ``tolerance``: The share of softmax weight that may be skipped, keys that are not sent and keys that are not
+      computed taken together. With 0, all keys are sent and computed.
 
     Returns:
-        ``[batch, num_heads, shard_len, head_dim]``, of the dtype and on the device of ``query``.
+        ``[batch, num_heads, shard_len, head_dim]``, with the dtype and device of ``query``.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a value, shape or device is wrong, or another than on other processes.
-        NotImplementedError: If the implementation named cannot run the call, or a transform of ``torch.func`` is to.
-        RuntimeError: If ``torch.distributed`` was not initialized, or another process does not answer in the group's
+        ValueError: If a value, shape or device is wrong, or differs between processes.
+        NotImplementedError: If ``implementation`` cannot run the call, or inside a transform of ``torch.func``.
+        RuntimeError: If ``torch.distributed`` is not initialized, or another process does not answer within the group's
             timeout.
 
     Example:
@@ -137,7 +137,7 @@ def attention(
     share = min(tolerance_of(call), LARGEST_TOLERANCE)
     place = agree(place, query.device, _facts_of(call, shards, key, value, implementation))
     if call.is_empty:
-        return query + key.sum() + value.sum()  # of no elements, but a part of the graph
+        return query + key.sum() + value.sum()  # no elements, but connected to the autograd graph
     nothing = (0,) * call.num_kv_heads
     needed = (nothing, nothing) if place.size == 1 else needed_tokens(place, call, shards, query, key, share)
     return _attend(call, Halo(place, shards, *needed), query, key, value, (1 - HALO_SHARE) * share, implementation)
@@ -152,8 +152,8 @@ def _attend(
     tolerance: float,
     implementation: str | None,
 ) -> Tensor:
-    """Return attention to own keys and those that arrive."""
-    # On the CPU the parts of a key's gradient, from several processes, are not rounded before they are added.
+    """Return this shard's attention to its own keys and to the keys received from other processes."""
+    # On the CPU, compute in the working dtype, so that key gradients are not rounded before they are summed.
     dtype = call.working_dtype if query.device.type == "cpu" else call.dtype
     ids = _segments(call, halo)
     seen = GatherHalo.apply(key, value, halo, dtype)
@@ -162,6 +162,7 @@ def _attend(
     rows = slice(0, halo.shards.tokens(halo.place.rank))
     results = []
     for index, stretch in enumerate(halo.stretches):
+        # Query heads of these key/value heads; `seen` holds all keys first, then all values.
         heads = slice(stretch.heads.start * group, stretch.heads.stop * group)
         keys, values = seen[index], seen[count + index]
         part = replace(
@@ -174,14 +175,14 @@ def _attend(
             tolerance=tolerance,
         )
         results.append(run(part, query[:, heads, rows].to(dtype), keys, values, implementation, None))
-    if not results:  # padding alone, but a part of the graph
+    if not results:  # the shard is all padding: no rows, but connected to the autograd graph
         inputs = [x for x in (key, value, call.slopes, call.future_slopes) if x is not None]
         results = [query[:, :, :0] + sum(x.flatten()[:0].sum() for x in inputs)]
     return F.pad(torch.cat(results, dim=1), (0, 0, 0, call.q_len - rows.stop)).to(query.dtype)
 
 
 def _segments(call: AttentionCall, halo: Halo) -> list[Tensor] | None:
-    """Return the segments of the keys of each stretch, ``[batch, length]``."""
+    """Return the segment ids of each stretch's keys, ``[batch, length]``, gathered from all processes."""
     if call.q_segment_ids is None:
         return None
     widest = Halo(halo.place, halo.shards, (max(halo.past),), (max(halo.future),))
@@ -195,7 +196,7 @@ def _segments(call: AttentionCall, halo: Halo) -> list[Tensor] | None:
 def _facts_of(
     call: AttentionCall, shards: Shards, key: Tensor, value: Tensor, implementation: str | None
 ) -> dict[str, Any]:
-    """Return what must be the same on all processes of a group."""
+    """Return the properties of a call that must be equal on all processes of the group, by name."""
     differentiated = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
     segments = None if call.q_segment_ids is None else call.q_segment_ids.dtype
     return {

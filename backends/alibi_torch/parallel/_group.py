@@ -1,4 +1,4 @@
-"""The processes that share a sequence, and whether they ask for the same thing."""
+"""The processes that share a sequence, and the check that their calls are equal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core.backend.sharding import check_shard_slopes
 
-LARGEST_TAG = 2**24
+LARGEST_TAG = 2**24  # Tags of messages are taken modulo this.
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is among those that share a sequence, and which of all heads it has.
+    """The rank of this process among the processes that share a sequence, and its shard of the heads.
 
     Attributes:
         group: The processes that share the sequence.
-        rank: Of this process, in the group.
-        size: Processes in the group.
-        head_shards: Among how many processes heads are divided besides.
-        head_rank: Which of these shards this process has.
-        tag: Of the messages of one call, and of its backward pass, so that those of two calls are not mistaken.
+        rank: This process's rank in the group.
+        size: Number of processes in the group.
+        head_shards: Number of shards of the heads.
+        head_rank: Index of this process's shard of the heads.
+        tag: Tag of the messages of one call and of its backward pass, so that calls cannot receive each other's.
     """
 
     group: dist.ProcessGroup
@@ -38,7 +38,7 @@ class Place:
     tag: int = 0
 
     def all_reduced(self, tensor: Tensor, operation: Any = dist.ReduceOp.MAX) -> Tensor:
-        """Return a tensor reduced over the group; the one given may be overwritten."""
+        """Return a tensor reduced over the group; the argument may be overwritten."""
         tensor = tensor.contiguous()
         if self.size > 1:
             dist.all_reduce(tensor, operation, group=self.group)
@@ -46,7 +46,7 @@ class Place:
 
 
 def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
-    """Return this process's place, having checked the arguments, which are those of ``attention``."""
+    """Validate these arguments of ``attention`` and return this process's place."""
     for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
         if axis is not None and not isinstance(axis, str):
             raise TypeError(f"{name} must be the name of one mesh dimension, got {axis!r}")
@@ -90,7 +90,7 @@ def _place_in_mesh(mesh: DeviceMesh, axis_name: str | None, head_axis: str | Non
 
 
 def check_device(place: Place, group: Any, tensor: Tensor) -> None:
-    """Check that the group can send what is on a tensor's device."""
+    """Check that the group can send tensors from this tensor's device."""
     kind = tensor.device.type
     if isinstance(group, DeviceMesh) and group.device_type != kind:
         raise ValueError(f"query must be on {group.device_type}, as the mesh is, got {kind}")
@@ -101,7 +101,7 @@ def check_device(place: Place, group: Any, tensor: Tensor) -> None:
 
 
 def local_slopes(name: str, slopes: Any, heads: int, place: Place) -> Any:
-    """Return the slopes of this process's heads, of those of all processes' heads."""
+    """Return the slopes of this process's heads, a slice of the slopes of all heads."""
     if slopes is None:
         return None
     check_shard_slopes(name, slopes, heads, place.head_shards, "processes")
@@ -112,19 +112,22 @@ _tags = count()
 
 
 def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
-    """Check that all processes of the group ask for the same, by ``repr``; if not, all of them raise a ValueError.
+    """Check that ``facts`` are equal (by ``repr``) on all processes of the group; if not, all raise a ValueError.
 
-    It returns the place with a tag that is the same on all processes, and that no call has had before.
+    Returns:
+        The place with a new tag, equal on all processes.
     """
     global _tags
     if place.size == 1:
         return place
+    # One all_gather of 64-bit digests, and each process's next tag.
     digests = [hashlib.blake2b(repr(fact).encode(), digest_size=8).digest() for fact in facts.values()]
     numbers = [int.from_bytes(x, "little", signed=True) for x in digests]
     mine = torch.tensor([*numbers, next(_tags)], device=device)
     found = [torch.empty_like(mine) for _ in range(place.size)]
     dist.all_gather(found, mine, group=place.group)
     everywhere = torch.stack(found)
+    # Processes may have made different numbers of calls in other groups: agree on the largest counter.
     tag = int(everywhere[:, -1].max())
     _tags = count(tag + 1)
     differs = everywhere[:, :-1] != everywhere[0, :-1]

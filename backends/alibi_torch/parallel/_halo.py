@@ -1,4 +1,4 @@
-"""Keys and values that processes send each other, and the gradients that return."""
+"""The exchange of keys and values between processes, and of their gradients in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alibi_torch.parallel._group import Place
 
 
 class Stretch(NamedTuple):
-    """Tokens from ``first`` to ``stop`` of neighbouring key/value heads."""
+    """The range of tokens, ``first`` to ``stop``, that a process sees for a run of key/value heads."""
 
     heads: slice
     first: int
@@ -25,9 +25,9 @@ class Stretch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The tokens of a stretch that one process holds."""
+    """The tokens of a stretch that are in one process's shard."""
 
-    stretch: int  # index among the stretches of the process that sees it
+    stretch: int  # index among the stretches of the process that sees these tokens
     heads: slice
     first: int
     stop: int
@@ -35,9 +35,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Halo:
-    """Which tokens each process's queries see, for each key/value head: this many before its shard, and after it.
+    """The tokens that a process sees, for each key/value head: ``past`` before its shard, and ``future`` after it.
 
-    A process sees its own tokens too. Tokens before or after the whole sequence do not exist and are left out.
+    A process also sees its own tokens. Ranges end at the ends of the sequence.
     """
 
     place: Place
@@ -47,27 +47,28 @@ class Halo:
 
     @cached_property
     def stretches(self) -> list[Stretch]:
-        """What this process sees."""
+        """The stretches that this process sees."""
         return self._stretches(self.place.rank)
 
     @cached_property
     def incoming(self) -> dict[int, list[Piece]]:
-        """What each process holds of that, this one included."""
+        """By source process, this one included, the pieces that this process receives."""
         here = self.place.rank
         return {rank: pieces for rank in range(self.place.size) if (pieces := self._pieces(here, rank))}
 
     @cached_property
     def outgoing(self) -> dict[int, list[Piece]]:
-        """What this process holds of what each process sees, this one included."""
+        """By target process, this one included, the pieces that this process sends."""
         here = self.place.rank
         return {rank: pieces for rank in range(self.place.size) if (pieces := self._pieces(rank, here))}
 
     def _stretches(self, rank: int) -> list[Stretch]:
-        """Return what a process sees; nothing if it holds padding alone."""
+        """Return the stretches that a process sees; none if its shard is all padding."""
         found: list[Stretch] = []
         size, start = self.shards.shard_len, 0
         if not self.shards.tokens(rank):
             return found
+        # Neighbouring heads with equal horizons share a stretch, and so one attention call.
         for (past, future), run in itertools.groupby(zip(self.past, self.future, strict=True)):
             stop = start + len(list(run))
             ends = max(rank * size - past, 0), min((rank + 1) * size + future, self.shards.length)
@@ -76,7 +77,7 @@ class Halo:
         return found
 
     def _pieces(self, target: int, source: int) -> list[Piece]:
-        """Return what ``source`` holds of what ``target`` sees, in an order on which both agree."""
+        """Return the pieces that ``source`` sends to ``target``; the order is the same on both."""
         found, size = [], self.shards.shard_len
         for index, seen in enumerate(self._stretches(target)):
             first, stop = max(seen.first, source * size), min(seen.stop, (source + 1) * size)
@@ -85,12 +86,12 @@ class Halo:
         return found
 
     def held(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-        """Return views of pieces of this process's own ``[batch, heads, shard_len, features]``."""
+        """Return views of the pieces in this process's shard ``[batch, heads, shard_len, features]``."""
         start = self.place.rank * self.shards.shard_len
         return [x[:, piece.heads, piece.first - start : piece.stop - start] for piece in pieces for x in tensors]
 
     def seen(self, tensors: Sequence[Sequence[Tensor]], pieces: Sequence[Piece]) -> list[Tensor]:
-        """Return views of pieces of what stretches see, ``[batch, heads of the stretch, its length, features]``."""
+        """Return views of the pieces in the stretches, ``[batch, heads of the stretch, its length, features]``."""
         firsts = [seen.first for seen in self.stretches]
         return [
             x[piece.stretch][:, :, piece.first - firsts[piece.stretch] : piece.stop - firsts[piece.stretch]]
@@ -101,15 +102,16 @@ class Halo:
     def exchanged(
         self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Send tensors to processes, a message for each process, and receive others.
+        """Send and receive tensors, one message per process.
 
         Returns:
-            Pairs of one of ``incoming``, which may be views and of another dtype, and the tensor that has arrived for
-            it; what a process sends to itself is among them, and first.
+            Pairs of a tensor of ``incoming`` (which may be a view or have another dtype) and the tensor received for
+            it. The tensors that a process sends to itself come first.
         """
-        if not outgoing:  # this process holds padding alone
+        if not outgoing:  # the shard is all padding
             return []
         here, group, tag = self.place.rank, self.place.group, self.place.tag
+        # One flat message per peer; the receiver knows the sizes of the pieces in it.
         sent = {peer: torch.cat([x.flatten() for x in parts]) for peer, parts in outgoing.items() if peer != here}
         sizes = {peer: [x.numel() for x in parts] for peer, parts in incoming.items() if peer != here}
         arrived = {peer: outgoing[here][0].new_empty(sum(of_peer)) for peer, of_peer in sizes.items()}
@@ -127,9 +129,9 @@ class Halo:
 
 
 def gathered(halo: Halo, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return, for each ``[batch, heads, shard_len, features]``, what each stretch sees of it on all processes.
+    """Return, for each ``[batch, heads, shard_len, features]``, the tokens of each stretch from all processes.
 
-    That is ``[batch, heads of the stretch, its length, features]``, in ``dtype``.
+    Each result is ``[batch, heads of the stretch, its length, features]``, in ``dtype``.
     """
     results = [
         [
@@ -146,7 +148,7 @@ def gathered(halo: Halo, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[
 
 
 class GatherHalo(torch.autograd.Function):
-    """Give each stretch its keys and values; in the backward pass, send the gradients of these back."""
+    """Gather the keys and values of each stretch; the backward pass returns their gradients to their processes."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, halo: Halo, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -157,21 +159,21 @@ class GatherHalo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of all processes' results by this one's keys and values."""
-        if not grads:  # this process holds padding alone
+        """Return the gradients of all processes' results with respect to this process's keys and values."""
+        if not grads:  # the shard is all padding
             return None, None, None, None
         return *ReturnHalo.apply(ctx.halo, *ctx.like, *grads), None, None
 
 
 class ReturnHalo(torch.autograd.Function):
-    """Send gradients by others' keys and values back to them, and add those that arrive: GatherHalo transposed.
+    """The transpose of GatherHalo: send gradients to the processes of their keys and values, and sum received ones.
 
-    It is a function of its own, so that autograd can differentiate it again.
+    It is a separate autograd.Function, so that it can be differentiated again.
     """
 
     @staticmethod
     def forward(ctx: Any, halo: Halo, shape: torch.Size, dtype: torch.dtype, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients by this process's keys, and by its values, summed over processes."""
+        """Return the gradients of this process's keys and of its values, summed over processes."""
         ctx.halo, ctx.dtype, count = halo, grads[0].dtype, len(halo.stretches)
         totals = [grads[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
         by_stretch = grads[:count], grads[count:]
@@ -183,5 +185,5 @@ class ReturnHalo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_key: Tensor, by_value: Tensor) -> tuple[Any, ...]:
-        """Return what stretches see of second derivatives by keys and values."""
+        """Gather second derivatives for the stretches, as keys and values in the forward pass."""
         return None, None, None, *GatherHalo.apply(by_key, by_value, ctx.halo, ctx.dtype)

@@ -1,4 +1,4 @@
-"""How many tokens beyond its shard a process's queries need, measured from queries and keys."""
+"""The number of tokens beyond its shard that a process needs, measured from queries and keys."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from alibi_torch.parallel._group import Place
 def needed_tokens(
     place: Place, call: AttentionCall, shards: Shards, query: Tensor, key: Tensor, tolerance: float
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return how many tokens before its shard, and after it, any process's queries need, for each key/value head.
+    """Return, for each key/value head, how many tokens before and after its shard a process needs at most.
 
-    All processes of the group have to call it, and all get the same answer. The values of padding do not matter.
-    ``tolerance`` is the share of softmax weight that may be left out in all.
+    All processes of the group must call it; all get the same result, the maximum over processes. Padding is ignored.
+    ``tolerance`` is the share of softmax weight that may be skipped in total.
     """
     group, dtype = call.num_heads // call.num_kv_heads, call.working_dtype
     rank, size = place.rank, shards.shard_len
     tokens = slice(0, shards.tokens(rank))
     queries, keys = query[:, :, tokens].to(dtype), key[:, :, tokens].to(dtype)
-    # Softmax ignores a vector that is taken from every key. Without their mean, keys are smaller.
+    # A vector subtracted from every key cancels in softmax; without their mean, keys have smaller norms.
     centre = place.all_reduced(keys.sum(dim=2, keepdim=True), dist.ReduceOp.SUM) / shards.length
     norms = key.new_zeros(2, call.batch[0], call.num_kv_heads, dtype=dtype)
     if tokens.stop:
@@ -48,6 +48,7 @@ def needed_tokens(
         sides = [(call.slopes, inside, before), (future_slopes, size - 1 - inside, after)]
         side_tolerance = HALO_SHARE * tolerance * (1.0 if call.is_causal else 0.5)
         for side, (slopes, within, exist) in enumerate(sides[: 1 if call.is_causal else 2]):
+            # No more than the tokens that exist on this side, or that the window shows.
             limit = exist if call.window_size is None else min(exist, call.window_size)
             far = tokens_beyond(call.xp, slopes[:, None], excess, side_tolerance, within, limit)
             needs[side] = far.amax(dim=(0, 2)).long()
@@ -60,9 +61,11 @@ def _lower_bounds(
 ) -> Tensor:
     """Return lower bounds of the shard's log-sum-exps, ``[batch, num_heads, tokens]``, with centred keys.
 
-    Each is the score with the query's own key, or the weight of the shard's keys before it, bounded by their mean.
+    Each is the larger of two bounds: the score with the query's own key, and a bound from the means of the shard's keys
+    before it.
     """
     group = call.num_heads // call.num_kv_heads
+    # [batch, num_kv_heads, group, tokens, head_dim] * [batch, num_kv_heads, 1, tokens, head_dim], summed over features
     lower = (queries.unflatten(1, (-1, group)) * keys[:, :, None]).sum(dim=-1).flatten(1, 2) * call.scale
     for index in range(call.batch[0]):
         one = slice(index, index + 1)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the heads of an attention layer divided among processes, each with its own slopes."""
+"""Tensor parallelism: the heads of an attention layer, and their slopes, sharded among processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from alibi_torch.nn import AlibiAttention
 
 
 class TensorParallelAttention(ParallelStyle):
-    """Divide the heads of an :class:`alibi_torch.AlibiAttention` among the processes of a mesh of one dimension.
+    """Shard the heads of an :class:`alibi_torch.AlibiAttention` among the processes of a one-dimensional mesh.
 
-    ``q_proj``, ``k_proj`` and ``v_proj`` are divided by output features, ``out_proj`` by input features, and each
-    process gets the slopes of the heads that it has, out of those of all heads. Input and output are whole on every
-    process. Parameters become ``DTensor``s under their names, ``log_slopes`` among them, so that optimizers,
-    ``fully_shard`` and checkpoints see whole ones. Caches hold a process's own heads.
+    ``q_proj``, ``k_proj`` and ``v_proj`` are sharded by output features, ``out_proj`` by input features, and each
+    process gets the slopes of its heads. Input and output are replicated. Parameters, ``log_slopes`` included, become
+    ``DTensor``s with unchanged names, so that optimizers, ``fully_shard`` and checkpoints see full parameters. A
+    process's caches hold only its own heads.
 
     Example:
         On each of 4 processes::
@@ -48,7 +48,7 @@ class TensorParallelAttention(ParallelStyle):
         if isinstance(module, ShardedAttention):
             raise ValueError("module must have all of its heads, got one whose heads are divided already")
         if type(module) is not AlibiAttention:
-            # What it computes otherwise would be lost, or know nothing of other processes' heads.
+            # A subclass's own computation would be lost, or would not know that heads are sharded.
             raise TypeError(
                 f"module must be an AlibiAttention itself, of no derived class, got {type(module).__name__}"
             )
@@ -63,6 +63,7 @@ class TensorParallelAttention(ParallelStyle):
                 raise ValueError(f"{name} must be divisible by the {size} processes of the mesh, got {heads}")
         plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
         parallelize_module(module, device_mesh, plan | {"out_proj": RowwiseParallel()})
+        # From here on the module has only this process's heads: slopes, shape and class.
         heads = module.shape.num_heads // size
         mine = slice(rank * heads, (rank + 1) * heads)
         for name in ("slopes", "future_slopes"):
@@ -81,13 +82,13 @@ class TensorParallelAttention(ParallelStyle):
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
-    """Return a plan for ``parallelize_module`` that divides the heads of every attention layer of a model.
+    """Return a plan for ``parallelize_module`` that shards the heads of every attention layer of a model.
 
     Args:
         module: A model, or an :class:`alibi_torch.AlibiAttention` itself.
 
     Raises:
-        ValueError: If there is no such layer in it.
+        ValueError: If ``module`` contains no :class:`alibi_torch.AlibiAttention`.
 
     Example:
         >>> plan = tensor_parallel_plan(nn.Sequential(AlibiAttention(64, 8), nn.Linear(64, 64)))
@@ -103,10 +104,10 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
 
 
 class ShardedAttention(AlibiAttention):
-    """An attention layer with some of the heads: what :class:`TensorParallelAttention` makes of one with all."""
+    """An attention layer with this process's shard of the heads, made by :class:`TensorParallelAttention`."""
 
     def forward(self, x: Tensor, **rules: Any) -> Tensor:
-        """Attend with this process's heads, and add what other processes' heads say."""
+        """Attend with this process's heads; ``out_proj`` sums over processes."""
         with self._own_slopes():
             return super().forward(x, **rules)
 
@@ -117,7 +118,7 @@ class ShardedAttention(AlibiAttention):
 
     @contextmanager
     def _own_slopes(self) -> Iterator[None]:
-        """Let slopes that are learned be this process's part of them."""
+        """Replace the ``DTensor`` ``log_slopes`` by this process's local shard, within the context."""
         whole = self._parameters.get("log_slopes")
         if not isinstance(whole, DTensor):  # slopes are fixed
             yield

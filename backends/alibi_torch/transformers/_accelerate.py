@@ -1,4 +1,4 @@
-"""Models of transformers with ALiBi, made to attend by this library, in place."""
+"""``accelerate``: replaces the attention of BLOOM, MPT and Falcon models of transformers, in place."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ CONTRACTS = ("model", "exact")
 
 
 def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = False, prove: bool = True) -> nn.Module:
-    """Let the attention of a BLOOM, MPT or Falcon model of ``transformers`` be computed by this library, in place.
+    """Compute the attention of a BLOOM, MPT or Falcon model of ``transformers`` by this library, in place.
 
-    No bias and no mask of queries times keys is formed any more, and keys beyond a head's horizon are left out, which
-    changes no result by more than rounding. Weights, their names, and everything but attention stay as they are.
-    Sequences may be longer than MPT's ``max_seq_len``. Padding may lie anywhere in a row. Rows may hold several
-    sequences if ``position_ids`` restart from 0.
+    No bias or mask of queries times keys is formed any more, and keys beyond a head's horizon are skipped, which
+    changes results by rounding only. Weights, their names, and everything but attention are unchanged. Sequences may be
+    longer than MPT's ``max_seq_len``. Padding may be anywhere in a row. A row may hold several sequences if
+    ``position_ids`` restart from 0.
 
-    Before it returns, the model is run both ways on a short probe: a prompt, a batch with padding on the left, and
-    cached steps. That takes a few forward passes of some twenty tokens. If the last hidden states differ by more than
-    rounding explains, the model is left as it was.
+    Before it returns, the function runs the original and the accelerated model on a short probe: a prompt, a batch with
+    padding on the left, and cached steps, about twenty tokens in all. If the last hidden states differ by more than
+    rounding explains, the model is restored and a ValueError raised.
 
-    The model's own code computes what the library does not: calls with attention weights as output, with dropout of
-    attention weights in training, with a mask of queries times keys, with a cache that holds something else than the
-    keys of all tokens. A model warns of the first, and :func:`paths` counts them.
+    The model's own code still computes calls that the library does not support: with attention weights as output, with
+    dropout of attention weights in training, with a mask of queries times keys, or with a cache that does not hold the
+    keys of all tokens. The first such call warns, and :func:`paths` counts all of them.
 
     Args:
-        model: The model, or anything that contains one, such as a wrapper for adapters.
-        contract: ``"model"``: the bias is rounded as the model rounds it, Falcon's scaled as Falcon scales it.
-            ``"exact"``: the canonical slopes, distances and products in float32. Its numbers are others, so nothing is
-            proven.
-        strict: Raise a ValueError at a call that the library does not compute.
+        model: The model, or a module that contains one, such as a wrapper for adapters.
+        contract: ``"model"``: the bias is rounded as the model rounds it, and Falcon's is scaled as Falcon scales it.
+            ``"exact"``: canonical slopes, distances and products in float32. Its results differ from the model's, so
+            the probe is not run.
+        strict: Raise a ValueError for a call that the library does not support.
         prove: Run the probe. A model that cannot be run yet is accelerated with a warning that nothing was proven.
 
     Returns:
         The same model. :func:`restore` undoes it.
 
     Raises:
-        TypeError: If it is no PyTorch module.
-        ValueError: If there is no model of these families with ALiBi in it, if it is accelerated already, if its
-            attention is a subclass's, if a setting is not supported, or if the probe's results differ; the model is
-            then as it was.
+        TypeError: If ``model`` is no PyTorch module.
+        ValueError: If ``model`` contains no BLOOM, MPT or Falcon model with ALiBi, is accelerated already, has
+            attention layers of a subclass or an unsupported setting, or if the probe's results differ. The model is
+            then unchanged.
 
     Example:
         >>> import torch
@@ -81,10 +81,10 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
             _become(layer, kind.alibi_layer)
         base.alibi_layers, base.alibi_state = layers[base], state
         _become(base, kind)
-        if isinstance(base, FalconModel):
+        if isinstance(base, FalconModel):  # or it would add its own bias to the mask that carries the tokens
             base.use_alibi = False
     for outer in _models_around(model):
-        if "alibi_hook" not in vars(outer):  # of a base model that was restored by itself
+        if "alibi_hook" not in vars(outer):  # still there if only the base model was restored
             hook = functools.partial(prepare_call, names=positional_names(type(outer).forward))
             outer.alibi_hook = outer.register_forward_pre_hook(hook, with_kwargs=True)
             outer.create_masks_for_generate = padding_of_all_places
@@ -95,6 +95,7 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     except ValueError:
         restore(model)
         raise
+    # The probe's passes do not count.
     state.calls.clear()
     return model
 
@@ -120,7 +121,7 @@ def restore(model: nn.Module) -> nn.Module:
     bases = [x for x in model.modules() if isinstance(x, AcceleratedModel)]
     layers = [x for x in model.modules() if isinstance(x, AcceleratedAttention)]
     outers = [x for x in _models_around(model) if "alibi_hook" in vars(x)]
-    if not bases and not layers and not outers:  # those around a base model that was restored by itself stay hooked
+    if not bases and not layers and not outers:  # the models around a restored base model keep their hooks
         raise not_accelerated(model)
     for layer in layers:
         _become(layer, layer.alibi_own)
@@ -137,7 +138,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def _bases_of(model: Any) -> list[Any]:
-    """Return the base models to be accelerated, or say why there are none."""
+    """Return the base models to accelerate; raise if there are none, or one is a subclass or accelerated already."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     found = [x for x in model.modules() if isinstance(x, tuple(MODELS))]
@@ -185,11 +186,12 @@ def _checked_layers(base: Any) -> tuple[Any, ...]:
 
 
 def _slopes_of(base: Any, contract: str) -> tuple[float, ...]:
-    """Return by what a base model's bias falls with each token, by head."""
+    """Return the slope of each head of a base model's bias, per token."""
     if contract == "exact":
-        # transformers' own builder knows no maximum but 8.
+        # MPT's config has alibi_bias_max, but transformers' own builder ignores it and always uses 8.
         bias_max = base.config.attn_config.alibi_bias_max if isinstance(base, MptModel) else 8
         return tuple(canonical_slopes(base.num_heads, bias_max=bias_max, dtype="float64").tolist())
+    # The slope is the difference of the biases of two neighbouring keys.
     device = next((x.device for x in base.parameters() if not x.is_meta), torch.device("cpu"))
     two = torch.ones(1, 2, dtype=torch.long, device=device)
     row = MODELS[type(base)].alibi_layer.build(two, base.num_heads, torch.float32).double()[0]
@@ -197,8 +199,8 @@ def _slopes_of(base: Any, contract: str) -> tuple[float, ...]:
 
 
 def _become(module: Any, kind: type) -> None:
-    """Make a module one of another class, its state kept."""
+    """Change a module's class and keep its state."""
     module.__class__ = kind
-    # The hooks of accelerate, for several devices, replace `forward` and keep the one before.
+    # Hugging Face's accelerate wraps `forward` of models on several devices and stores the original as `_old_forward`.
     if isinstance(vars(module).get("_old_forward"), MethodType):
         module._old_forward = MethodType(kind.forward, module)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Attention of one accelerated layer by this library, with the bias in the model's own numbers."""
+"""Attention of one accelerated layer by this library, with the bias as the model's builder rounds it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from alibi_torch._dispatch import needs_gradients
 from alibi_torch._internals import in_transform
 from alibi_torch.transformers._tokens import Tokens, is_unreadable
 
-# Up to this many scores a head and this many keys, one dense bias that all layers share takes less time than a plan for
-# each layer.
+# Up to this many scores per head and this many keys, one dense bias, shared by all layers, is faster than tiled calls.
 SHARED_SCORES, SHARED_KEYS = 2**16, 2**10
 
 
 class Rules(NamedTuple):
-    """What one attention layer computes; layers with equal rules share a plan.
+    """The settings of one attention layer; layers with equal rules share a plan.
 
     Attributes:
-        slopes: By head, what the model's bias falls by with each token, before ``divisor`` and ``additions``.
+        slopes: The slope of each head of the model's bias, per token, before ``divisor`` and ``additions``.
         scale: Factor of the scores.
-        build: The model's builder of its bias, by mask ``[batch, kv_len]``, heads and dtype:
-            ``[batch or 1, heads, kv_len]``. None for the exact contract.
-        counts_text: Whether distances are counted in tokens of text, so that padding between them is none.
-        divisor: What the model divides its bias by once it is built.
-        additions: How often the model adds it.
+        build: The model's function that builds the bias ``[batch or 1, heads, kv_len]`` from a mask
+            ``[batch, kv_len]``, the number of heads and a dtype. None for the exact contract.
+        counts_text: Whether distances count only text tokens, and skip padding.
+        divisor: The model divides the built bias by this.
+        additions: How many times the model adds the bias.
     """
 
     slopes: tuple[float, ...]
@@ -46,7 +45,7 @@ class Rules(NamedTuple):
     def key_bias(self, slopes: Tensor, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
         """Return the bias of each key, ``[batch or 1, num_heads, kv_len]``, float64, 0 where its sequence begins.
 
-        None for ``slopes * offset``, as of the exact contract without padding.
+        None means exactly ``slopes * offset``: the exact contract without padding.
         """
         device = slopes.device
         if self.build is None:
@@ -56,12 +55,12 @@ class Rules(NamedTuple):
         ones = torch.ones(1, tokens.kv_len, dtype=torch.long, device=device)
         if tokens.sequences is None:
             built = self.build(ones if tokens.mask is None else tokens.mask, num_heads, dtype)
-        else:  # the builder would count through all sequences of a row
+        else:  # the builder ignores sequence boundaries: build one row and gather by position in the sequence
             index = tokens.counts(device) if self.counts_text else tokens.offsets(device).clamp(min=0)
             index = index[:, None, :].expand(-1, num_heads, -1)
             built = self.build(ones, num_heads, dtype).expand(len(index), -1, -1).gather(-1, index)
         bias = (built / self.divisor).double()
-        if self.additions > 1:  # the others are formed before scores are rounded to the dtype
+        if self.additions > 1:  # further additions are not rounded to the dtype
             bias = bias + (self.additions - 1) * (built.double() / self.divisor)
         if tokens.origins is None:
             return bias - bias[..., :1]
@@ -70,11 +69,11 @@ class Rules(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the layers of one pass share.
+    """The plan that the layers of one pass share.
 
     Attributes:
-        how: The checked call of each layer; for small ones a dense bias ``[batch or 1, num_kv_heads, heads a group *
-            q_len, kv_len]``.
+        how: The checked call of a layer; or for small calls a dense bias, ``[batch or 1, num_kv_heads, heads per group
+            * q_len, kv_len]``.
         blind: ``[batch, q_len]`` booleans, True for queries that see no key; None if there are none.
     """
 
@@ -85,13 +84,15 @@ class Plan(NamedTuple):
 def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
     """Return the causal attention of the last queries, ``[batch, num_heads, q_len, head_dim]``.
 
-    ``key`` and ``value``, ``[batch, num_kv_heads, kv_len, head_dim]``, may have further places, of a static cache.
+    ``key`` and ``value``, ``[batch, num_kv_heads, kv_len, head_dim]``, may have unused slots of a static cache at the
+    end.
     """
-    if key.dtype != query.dtype and torch.is_autocast_enabled(query.device.type):  # casts what a cache holds
+    if key.dtype != query.dtype and torch.is_autocast_enabled(query.device.type):  # cached keys may be float32
         key, value = key.to(query.dtype), value.to(query.dtype)
     places = value
     if key.shape[2] > tokens.kv_len:
         key, value = key[:, :, : tokens.kv_len], value[:, :, : tokens.kv_len]
+    # A small call without gradients uses one dense bias for all layers; autograd and compilers take the tiled path.
     is_plain = query.is_cpu and not (torch.compiler.is_compiling() or in_transform())
     is_small = is_plain and key.shape[2] <= SHARED_KEYS and query.shape[2] * key.shape[2] <= SHARED_SCORES
     is_dense = is_small and not needs_gradients(query, key, value)
@@ -103,17 +104,18 @@ def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Toke
         result = run(plan.how, query, key, value, None, None)
     if plan.blind is None:
         return result
-    # The models hide a key by a huge negative score: a query that sees no key gets the mean of all values.
+    # The models mask by a huge negative score, so softmax of a fully masked row is uniform: the mean of all values.
     mean = places.mean(dim=2, keepdim=True).repeat_interleave(query.shape[1] // places.shape[1], dim=1)
     return torch.where(plan.blind[:, None, :, None], mean, result)
 
 
 def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: Tensor, is_dense: bool) -> Plan:
-    """Return what layers with these rules, and tensors of these shapes, share in a pass."""
+    """Return the plan for layers with these rules and tensors of these shapes."""
     q_len, device = query.shape[2], query.device
     tokens = tokens.beside(key)
     text, blind = tokens.text, None
     if text is not None:
+        # A query is blind if no text token is at or before it.
         queries = (tokens.past + torch.arange(q_len, device=device)).clamp(max=tokens.kv_len - 1)
         blind = (text.cumsum(dim=-1) == 0)[:, queries]
         blind = blind if is_unreadable(blind) or bool(blind.any()) else None
@@ -122,12 +124,12 @@ def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: T
     key_bias = rules.key_bias(slopes, tokens, query.dtype)
     rows = -1, key.shape[1], query.shape[1] // key.shape[1] * q_len, key.shape[2]
     if is_dense and q_len == 1 and key_bias is not None:
-        # One query sees all keys of text, and counts distances from itself.
+        # One query sees all text keys; its distances count from the last key: [batch or 1, num_heads, 1, kv_len].
         bias = (key_bias - key_bias[..., -1:]).to(working)[:, :, None, :]
         bias = bias if text is None else bias.masked_fill(~text[:, None, None, :], -torch.inf)
         return Plan(bias.reshape(rows), blind)
     if key_bias is not None:
-        # Counted from where a sequence begins, the difference is so small that float32 holds it.
+        # Keep only the difference to slopes * offset (the model's rounding): it is small enough for float32.
         key_bias = (key_bias - slopes[:, None] * tokens.offsets(device)[:, None, :]).to(working)
         key_bias = key_bias[0] if len(key_bias) == 1 else key_bias
     call = AttentionCall.check(
@@ -142,15 +144,17 @@ def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: T
         xp=xp,
     )
     call = replace(call, added_key_bias=key_bias)
-    return Plan(call.bias()[0].reshape(rows) if is_dense else call, blind)  # a bias of 0 for queries without keys
+    # call.bias() is 0 for queries without keys.
+    return Plan(call.bias()[0].reshape(rows) if is_dense else call, blind)
 
 
 def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Return attention by one call of PyTorch's kernel. Queries that share keys become rows of one head."""
+    """Return attention by one call of PyTorch's kernel. Query heads that share keys become rows of one head."""
+    # [batch, num_kv_heads, heads per group * q_len, head_dim]
     rows = query.reshape(query.shape[0], *bias.shape[1:3], query.shape[3])
     # Autocast would round the bias.
     with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
-        if rows.dtype != bias.dtype and query.shape[2] == 1:  # keys in low precision are read faster once they are cast
+        if rows.dtype != bias.dtype and query.shape[2] == 1:  # for one query, a cast is faster than low precision
             rows, key, value = (x.to(bias.dtype) for x in (rows, key, value))
         result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
     return result.to(query.dtype).reshape(query.shape)

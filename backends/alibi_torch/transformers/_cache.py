@@ -11,22 +11,22 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from alibi_torch._internals import in_transform
 from alibi_torch.transformers._state import not_accelerated
 
-SPARE_TOKENS = 16  # A buffer has room for this many further tokens, or a quarter of its tokens if that is more.
-COPIED_BYTES = 2**17  # Up to this many bytes of keys, copying all of them takes less time than looking for room.
+SPARE_TOKENS = 16  # A new buffer has capacity for this many more tokens, or for 25 % more if that is larger.
+COPIED_BYTES = 2**17  # Below this many bytes of keys, torch.cat is faster than managing a buffer.
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer of a ``DynamicCache`` that keeps spare room behind its keys, so that a token need not copy all of them.
+    """A layer of a ``DynamicCache`` with spare capacity, so that appending a token copies only that token.
 
-    Its ``keys`` and ``values`` hold all tokens, as those of a ``DynamicLayer`` do, and may be replaced.
+    As in a ``DynamicLayer``, ``keys`` and ``values`` are tensors of all tokens, and may be replaced from outside.
     """
 
     alibi_buffer: _Buffer | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return those of all tokens."""
+        """Append keys and values, and return the keys and values of all tokens."""
         needs_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        # A compiler or a transform has no memory addresses to compare.
+        # Under a compiler or transform, tensors have no data_ptr, which _Buffer.takes compares.
         is_traced = torch.compiler.is_compiling() or in_transform()
         if needs_gradients or is_traced or not self.is_initialized or self.keys.nbytes < COPIED_BYTES:
             self.alibi_buffer = None
@@ -37,16 +37,16 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reset(self) -> None:
-        """Forget all tokens; releases before 5.20 would keep as many zeros."""
+        """Remove all tokens. Work-around: before transformers 5.20, a reset only fills keys and values with zeros."""
         self.keys = self.values = self.alibi_buffer = None
         self.is_initialized = False
         super().reset()
 
 
 class _Buffer:
-    """Memory for keys and values of one layer, the first ``length`` tokens of which are in use.
+    """Memory for the keys and values of one layer; the first ``length`` tokens are in use.
 
-    Two caches may share one after a copy. The one that appends second finds ``length`` changed, and takes a new buffer.
+    After a copy, two caches may share a buffer. The second to append finds ``length`` changed and makes a new buffer.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, new: Tensor) -> None:
@@ -59,10 +59,11 @@ class _Buffer:
             tensor[:, :, : self.length] = held
 
     def takes(self, keys: Tensor, values: Tensor, new: Tensor) -> bool:
-        """Whether these tensors are this buffer's tokens, and new keys fit behind them."""
+        """Whether these tensors are views of this buffer's tokens, and new keys fit after them."""
         buffer = self.tensors[0]
         is_ours = [x.data_ptr() for x in self.tensors] == [x.data_ptr() for x in (keys, values)]
-        is_ours = is_ours and keys.shape[:3] == (*buffer.shape[:2], self.length)  # and no other cache's by now
+        is_ours = is_ours and keys.shape[:3] == (*buffer.shape[:2], self.length)  # False after another cache appended
+        # A tensor made in inference mode cannot be written outside of it.
         is_frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
         fits = (
             self.length + new.shape[2] <= buffer.shape[2]
@@ -71,7 +72,7 @@ class _Buffer:
         return is_ours and fits and not is_frozen
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values behind the tokens in use, and return views of all."""
+        """Write keys and values after the tokens in use, and return views of all tokens."""
         start, self.length = self.length, self.length + key.shape[2]
         for tensor, new in zip(self.tensors, (key, value), strict=True):
             tensor[:, :, start : self.length] = new
@@ -82,8 +83,8 @@ class _Buffer:
 class AlibiCache(Cache):
     """A cache for an accelerated model that appends in place.
 
-    A ``DynamicCache`` copies all keys at each token, and a ``StaticCache`` must know how many there will be. The model
-    takes this one in their place, and so does its ``generate``.
+    A ``DynamicCache`` copies all keys at each token, and a ``StaticCache`` needs a maximum length. The model and its
+    ``generate`` accept this cache in their place.
 
     Args:
         model: The accelerated model.
@@ -115,16 +116,16 @@ class AlibiCache(Cache):
 
 
 def append(cache: Any, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Append keys and values of further tokens to a layer of a cache, and return those of all its tokens."""
+    """Append keys and values of new tokens to a layer of a cache, and return the keys and values of all its tokens."""
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    # An offloaded cache moves the tensors themselves; a buffer behind them would stay on the device.
+    # An offloaded cache moves `keys` and `values` between devices; their buffer would stay in device memory.
     if type(layer) is DynamicLayer and not torch.compiler.is_compiling() and not getattr(cache, "offloading", False):
         layer.__class__ = GrowingLayer
     return cache.update(key, value, layer_idx)
 
 
 def unknown_cache(cache: Any) -> str | None:
-    """Return the name of a cache whose keys may not be those of all tokens, in order; None for one whose are."""
+    """Return the name of an unsupported cache; None if its keys are those of all tokens, in order."""
     if not isinstance(cache, Cache):
         return type(cache).__name__
     for kind in [type(layer) for layer in cache.layers] or [cache.layer_class_to_replicate]:

@@ -1,13 +1,13 @@
-"""``attn_implementation="alibi"``: attention with ALiBi for every model of ``transformers`` that asks its registry.
+"""``attn_implementation="alibi"``: attention with ALiBi for every model of ``transformers`` that uses its registry.
 
-A mask function is called once a forward pass, and what it returns goes from layer to layer as it is:
+The mask function is called once per forward pass; the model passes its result to every layer:
 
 - None: each row is one sequence without padding;
 - booleans ``[batch, 1, 1, kv_len]``, False at padding;
 - integers ``[batch, 1, 1, kv_len]``, the number of each token's sequence in packed rows, 0 at padding;
 - booleans ``[batch, 1, q_len, kv_len]``, for a pattern that has no shorter form.
 
-Keys beyond the end of a mask are room of a static cache that no token fills yet.
+Keys beyond the end of a mask are unused slots of a static cache.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def alibi_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``softmax(scaling * query @ key.mT - slopes * |i - j|) @ value``, and the weights if they are asked for.
+    """Return ``softmax(scaling * query @ key.mT - slopes * |i - j|) @ value``, and the weights if requested.
 
-    Slopes are ``alibi_slopes`` and ``alibi_future_slopes`` of the layer's config, or the canonical ones. Attention to
-    another sequence has no distances, and gets no bias. Weights that are asked for or dropped out are computed densely.
-    The mask has a form above, or floating numbers to add to the scores. ``position_ids`` that restart begin another
-    sequence in an encoder's row.
+    Slopes are ``alibi_slopes`` and ``alibi_future_slopes`` of the layer's config, or the canonical slopes.
+    Cross-attention has no distances and gets no bias. Output or dropout of weights needs dense attention. The mask has
+    one of the forms above, or holds floating numbers to add to the scores. In an encoder, ``position_ids`` that restart
+    begin a new sequence.
 
     Returns:
         ``[batch, q_len, num_heads, head_dim]``, and weights ``[batch, num_heads, q_len, kv_len]`` or None.
 
     Raises:
-        NotImplementedError: If the layer's scores are of another kind.
-        ValueError: If ``with_alibi`` took positions out that loading the model put in again, or a shape is wrong.
+        NotImplementedError: If the layer modifies its scores in an unsupported way.
+        ValueError: If a model converted by ``with_alibi`` was reloaded without it, or a shape is wrong.
     """
     for name in OTHER_SCORES:
         if kwargs.get(name) is not None:
@@ -61,9 +61,10 @@ def alibi_attention(
                 "'eager' or 'sdpa'"
             )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings return float32
     position_ids, options = kwargs.get("position_ids"), {"scale": scaling, "dropout": dropout}
     if is_cross_attention(module, is_causal):
+        # Cross-attention has no positions: slopes of 0.
         slopes: Any = torch.zeros(query.shape[1], device=query.device)
         is_causal, position_ids = False, None
     else:
@@ -73,7 +74,7 @@ def alibi_attention(
                 f"key must be as long as query, {query.shape[2]}, in attention in both directions, got {key.shape[2]} "
                 f"in a {type(module).__name__}; attention to another sequence has no distances"
             )
-    if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+    if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:  # unused slots of a static cache
         key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))
     options |= _mask_options(attention_mask, is_causal, query, key, position_ids)
     options["return_weights"] = _wants_weights(module, kwargs.get("output_attentions"))
@@ -94,15 +95,15 @@ def alibi_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the shortest form of mask above that says what a forward pass may see.
+    """Return the mask of a forward pass, in the shortest form listed above.
 
-    Arguments are those of ``transformers.masking_utils.sdpa_mask``, which makes the longest form: of sliding windows,
-    chunks, images whose tokens see each other, and other patterns of a model's own.
+    Arguments are those of ``transformers.masking_utils.sdpa_mask``, which makes the full form for all other patterns:
+    sliding windows, chunks, bidirectional image tokens.
     """
     pattern, sequences = (None, None) if use_vmap else _pattern_of(mask_function)
     has_room, both_directions = False, "allow_is_bidirectional_skip" in kwargs
     if isinstance(q_offset, Tensor) and is_unreadable(q_offset):
-        pattern = None  # a compiled program learns how much room there is when it runs
+        pattern = None  # under a compiler, the filled length is not known yet
     elif not both_directions:
         filled = int(q_offset) + q_length - kv_offset
         has_room, kv_length = filled < kv_length, min(filled, kv_length)
@@ -121,13 +122,13 @@ def alibi_mask(
 
 
 def is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
-    """Whether a layer attends to another sequence, which models of ``transformers`` mark in one of three ways."""
+    """Whether a layer is cross-attention, which models of ``transformers`` mark in one of three ways."""
     is_cross = "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False)
     return is_cross or (not is_causal and getattr(module, "is_decoder", False))
 
 
 def _slopes_of(module: Any, query: Tensor, is_causal: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return a layer's slopes and future slopes, ``[num_heads]``; None for the canonical ones."""
+    """Return a layer's slopes and future slopes, ``[num_heads]``; None for the canonical slopes."""
     config, num_heads = module.config, getattr(module.config, "num_attention_heads", None)
     if getattr(config, "position_embedding_type", None) == NAME and not getattr(module, "has_alibi_alone", False):
         raise ValueError(
@@ -143,7 +144,7 @@ def _slopes_of(module: Any, query: Tensor, is_causal: bool) -> tuple[Tensor | No
 
 
 def _wants_weights(module: Any, asked: bool | None) -> bool:
-    """Return whether the caller asked for weights. Not all models tell their layers; all tell what captures outputs."""
+    """Return whether the caller requested weights: from the layer's argument, else from the output collector."""
     if asked is not None:
         return asked
     collector = getattr(output_capturing, "_active_collector", None)
@@ -154,9 +155,9 @@ def _wants_weights(module: Any, asked: bool | None) -> bool:
 
 
 def _mask_options(mask: Any, is_causal: bool, query: Tensor, key: Tensor, position_ids: Any) -> dict[str, Any]:
-    """Return the arguments of attention that say what a mask and position ids do."""
+    """Return the arguments of attention that are equivalent to a mask and position ids."""
     if mask is not None and (mask.is_floating_point() or mask.shape[1:3] != (1, 1)):
-        # The pattern says what is seen before a query, and what after it.
+        # A full mask includes causality.
         return {"is_causal": False, "added_bias" if mask.is_floating_point() else "mask": mask}
     options: dict[str, Any] = {"is_causal": is_causal}
     sequences = None if is_causal else _sequences_of(position_ids, mask, query)
@@ -168,15 +169,15 @@ def _mask_options(mask: Any, is_causal: bool, query: Tensor, key: Tensor, positi
         return options | {"segment_ids": mask[:, 0, 0]}
     if (
         is_causal and query.shape[2] == 1 and is_unreadable(mask)
-    ):  # the query is the last token that fills its row's room
+    ):  # compiled decoding with a static cache: the query's position is the last True key
         options["q_offset"] = key.shape[2] - 1 - mask[:, 0, 0].flip(-1).to(torch.uint8).argmax(-1)
     return options | {"mask": mask}
 
 
 def _sequences_of(position_ids: Any, mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the number of each token's sequence, ``[batch, length]``, 0 at padding; None where no row has several.
+    """Return the number of each token's sequence, ``[batch, length]``, 0 at padding; None if no row has several.
 
-    A text token begins a sequence where its position is not after that of the text token before it.
+    A text token begins a sequence if its position is not greater than that of the text token before it.
     """
     batch, length = query.shape[0], query.shape[2]
     if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
@@ -199,7 +200,7 @@ def _pattern_of(mask_function: Callable[..., Any]) -> tuple[str | None, Tensor |
     """Return "causal" or "bidirectional", and the number of each token's sequence in packed rows; None if unknown."""
     if mask_function in (bidirectional_mask_function, causal_mask_function):
         return "causal" if mask_function is causal_mask_function else "bidirectional", None
-    if torch.compiler.is_compiling():  # which does not see what functions close over
+    if torch.compiler.is_compiling():  # closures cannot be inspected
         return None, None
     parts, sequences = [mask_function], None
     while parts:  # the function is their intersection

@@ -1,7 +1,7 @@
-"""The attention layers of BLOOM, MPT and Falcon, their attention computed by this library.
+"""The attention layers of BLOOM, MPT and Falcon, with attention computed by this library.
 
-Projections, their order and what follows them stay the model's. So does the bias: the model's own builder gives its
-numbers, and the library adds what they differ by from ``-slopes * distance``.
+Projections and residuals are the model's. So is the bias: the library computes ``-slopes * distance`` and adds the
+difference to the numbers of the model's own builder as a bias per key.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from alibi_torch.transformers._tokens import carried, is_carrier
 class AcceleratedAttention(nn.Module):
     """An attention layer of an accelerated model.
 
-    Each family has ``build``, the bias of each key as the model builds it, ``[batch or 1, num_heads, kv_len]``;
-    ``project``, from hidden states to queries, keys and values, ``[batch, heads, q_len, head_dim]``; and ``output``,
-    from the attention, ``[batch, q_len, features]``, and the call's arguments to the layer's result.
+    Each family implements ``build``, the model's bias of each key, ``[batch or 1, num_heads, kv_len]``; ``project``,
+    from hidden states to queries, keys and values, ``[batch, heads, q_len, head_dim]``; and ``output``, from the
+    attention, ``[batch, q_len, features]``, and the call's arguments to the layer's result.
 
     Attributes:
-        alibi_own: The class of ``transformers``.
-        alibi_slopes: What the bias falls by with each token, by head, added once and not yet scaled.
-        alibi_state: Shared with the model.
+        alibi_own: The original class of ``transformers``.
+        alibi_slopes: The slope of each head of the bias, per token, as built: before scaling and repeated addition.
+        alibi_state: The state shared with the base model.
     """
 
     alibi_own: type[nn.Module]
@@ -46,12 +46,12 @@ class AcceleratedAttention(nn.Module):
     alibi_state: State
 
     def rules(self) -> Rules:
-        """Return what the layer computes now."""
+        """Return the layer's current settings."""
         build = None if self.alibi_state.contract == "exact" else self.build
         return Rules(self.alibi_slopes, self.inv_norm_factor, build)
 
     def dropped(self) -> float:
-        """Return the share of attention weights that a call drops now."""
+        """Return the current dropout probability of attention weights."""
         dropout = self.attention_dropout
         return float(dropout.p) if dropout.training else 0.0
 
@@ -91,7 +91,7 @@ class AcceleratedBloomAttention(AcceleratedAttention, BloomAttention):
         return self._reshape(self.query_key_value(hidden_states))
 
     def output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
-        """Return the projection, or the sum of its slices, which has no bias, and the residual."""
+        """Return residual + projection; with ``slow_but_exact``, the projection is summed over slices, without bias."""
         if self.pretraining_tp > 1 and self.slow_but_exact:
             width = self.hidden_size // self.pretraining_tp
             slices = zip(attended.split(width, dim=-1), self.dense.weight.split(width, dim=1), strict=True)
@@ -113,7 +113,7 @@ class AcceleratedMptAttention(AcceleratedAttention, MptAttention):
         return modeling_mpt.build_mpt_alibi_tensor(num_heads, mask.shape[-1], device=mask.device)[:, 0][None]
 
     def rules(self) -> Rules:
-        """Return what the layer computes now."""
+        """Return the layer's current settings."""
         build = None if self.alibi_state.contract == "exact" else self.build
         return Rules(self.alibi_slopes, self.softmax_scale, build, counts_text=False)
 
@@ -130,11 +130,11 @@ class AcceleratedMptAttention(AcceleratedAttention, MptAttention):
         return self.out_proj(attended)
 
     def dropped(self) -> float:
-        """Return the share of attention weights that a call drops now."""
+        """Return the current dropout probability of attention weights."""
         return float(self.attn_dropout_p) if self.training else 0.0
 
 
-# How often Falcon adds its bias: its eager attention adds it to the scores, and once more with the mask.
+# How many times Falcon adds its bias: eager attention adds it to the scores, and again as part of the mask.
 FALCON_ADDITIONS = {"sdpa": 1, "eager": 2}
 
 
@@ -150,7 +150,7 @@ class AcceleratedFalconAttention(AcceleratedAttention, FalconAttention):
         return modeling_falcon.build_alibi_tensor(mask, num_heads, dtype).unflatten(0, (-1, num_heads))[:, :, 0]
 
     def rules(self) -> Rules:
-        """Return what the layer computes now."""
+        """Return the layer's current settings."""
         rules = super().rules()
         if rules.build is None:
             return rules
@@ -167,7 +167,7 @@ class AcceleratedFalconAttention(AcceleratedAttention, FalconAttention):
         return self.dense(attended)
 
     def dropped(self) -> float:
-        """Return the share of attention weights that a call drops now."""
-        if self.config._attn_implementation == "sdpa":  # goes by the layer's flag, not by that of its dropout
+        """Return the current dropout probability of attention weights."""
+        if self.config._attn_implementation == "sdpa":  # depends on the layer's training flag, not on the dropout's
             return float(self.attention_dropout.p) if self.training else 0.0
         return super().dropped()

@@ -1,4 +1,4 @@
-"""The base models of BLOOM, MPT and Falcon, which read the arguments of a pass once, for all of their layers."""
+"""The base models of BLOOM, MPT and Falcon; they read the arguments of a pass once, for all layers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from alibi_torch.transformers._tokens import (
 
 
 class AcceleratedModel:
-    """A base model whose layers attend by this library.
+    """A base model whose attention layers use this library.
 
     Attributes:
-        alibi_own: The class of ``transformers``.
-        alibi_layer: The class that its attention layers become.
+        alibi_own: The original class of ``transformers``.
+        alibi_layer: The accelerated class of its attention layers.
         alibi_layers: The attention layers.
-        alibi_state: Shared with the layers.
+        alibi_state: The state shared with the layers.
     """
 
     alibi_own: type[Any]
@@ -50,19 +50,19 @@ class AcceleratedModel:
     alibi_state: State
 
     def run_own(self, given: dict[str, Any]) -> Any:
-        """Run a pass by the model's own code."""
+        """Run the model's original forward."""
         return self.alibi_own.forward(self, **given)
 
 
 def _forward(own: type[Any]) -> Callable[..., Any]:
-    """Return the ``forward`` of an accelerated base model: its own, with a mask that carries the tokens."""
+    """Return the ``forward`` of an accelerated base model: the original, with a mask that carries the tokens."""
     names = positional_names(own.forward)
 
     @functools.wraps(own.forward)
     def forward(self: AcceleratedModel, *args: Any, **kwargs: Any) -> Any:
         state, given = self.alibi_state, with_own_cache_name(names, by_name(names, args, kwargs))
         mask = given.get("attention_mask")
-        # A model around this one may have read them.
+        # prepare_call of an outer model may have read the tokens already.
         tokens = carried(mask, state.tokens) if is_carrier(mask) else read_tokens(self, given)
         if isinstance(tokens, str):
             state.count(self, tokens)
@@ -89,7 +89,7 @@ class AcceleratedBloomModel(AcceleratedModel, BloomModel):
     forward = _forward(BloomModel)
 
     def build_alibi_tensor(self, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the model's bias; nothing where the library computes attention."""
+        """Return the model's bias; an empty tensor if the library computes attention."""
         if is_carrier(attention_mask):
             return attention_mask.new_zeros(0)
         return super().build_alibi_tensor(attention_mask, *args, **kwargs)
@@ -103,13 +103,13 @@ class AcceleratedMptModel(AcceleratedModel, MptModel):
 
 
 class AcceleratedFalconModel(AcceleratedModel, FalconModel):
-    """Falcon's base model. ``use_alibi`` is True in passes of its own code alone, as it adds a bias to any mask."""
+    """Falcon's base model. ``use_alibi``, which adds a bias to any mask, is True only while the original code runs."""
 
     alibi_own, alibi_layer = FalconModel, AcceleratedFalconAttention
     forward = _forward(FalconModel)
 
     def run_own(self, given: dict[str, Any]) -> Any:
-        """Run a pass by the model's own code."""
+        """Run the model's original forward."""
         self.use_alibi = True
         try:
             return super().run_own(given)
@@ -121,7 +121,7 @@ MODELS: dict[type, Any] = {
     kind.alibi_own: kind for kind in (AcceleratedBloomModel, AcceleratedMptModel, AcceleratedFalconModel)
 }
 for _own, _kind in MODELS.items():
-    _kind.__name__ = _own.__name__  # transformers writes the name of a model's class into its config
+    _kind.__name__ = _own.__name__  # transformers saves a model's class name in its config
 FAMILIES = (BloomPreTrainedModel, MptPreTrainedModel, FalconPreTrainedModel)
 
 
@@ -134,9 +134,9 @@ def embedded(given: dict[str, Any]) -> Any:
 
 
 def read_tokens(base: Any, given: dict[str, Any]) -> Tokens | str:
-    """Return what a call's arguments say of its tokens; or why the library does not compute the call.
+    """Return the tokens of a call from its arguments; or the reason why the library does not compute the call.
 
-    The reason is a sentence that begins with an argument.
+    The reason is a sentence that begins with the name of an argument.
     """
     inputs, mask, cache = embedded(given), given.get("attention_mask"), cache_of(given)
     if given.get("use_cache") is False and isinstance(cache, AlibiCache):
@@ -150,12 +150,12 @@ def read_tokens(base: Any, given: dict[str, Any]) -> Tokens | str:
     batch, q_len = inputs.shape[:2]
     past = _length_of(cache)
     places = cache.get_mask_sizes(q_len, 0)[0] if cache is not None and cache.is_compileable else None
-    # A compiled call cannot read how full a static cache is, and attends to all of its places.
+    # A compiled call cannot read the length of a static cache, so it attends to all slots.
     kv_len = places if isinstance(past, Tensor) else past + q_len
     if mask is not None:
         if not isinstance(mask, Tensor):
             return f"attention_mask must be a tensor, got {type(mask).__name__}"
-        # Lengths may be symbols, so each is compared by itself.
+        # Lengths may be symbols of torch.compile, so compare them one by one, not with `in`.
         if mask.ndim != 2 or mask.shape[0] != batch or (mask.shape[1] != places and mask.shape[1] != kv_len):
             expected = f"({batch}, {places or kv_len})"
             return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
@@ -167,15 +167,15 @@ def read_tokens(base: Any, given: dict[str, Any]) -> Tokens | str:
 
 
 def _length_of(cache: Any) -> Any:
-    """Return how many tokens a cache holds: an int, or a tensor while a compiled call cannot read it."""
+    """Return the number of cached tokens: an int, or under a compiler possibly a tensor."""
     past = 0 if cache is None else cache.get_seq_length()
     if not torch.compiler.is_compiling():
         return int(past)
-    return past.clone().reshape(()) if isinstance(past, Tensor) else past  # the cache counts in place
+    return past.clone().reshape(()) if isinstance(past, Tensor) else past  # the cache updates its counter in place
 
 
 def _reason_for_own_code(base: Any, given: dict[str, Any], inputs: Any, cache: Any) -> str | None:
-    """Return why the library does not compute a call, whatever its mask is; None if it does."""
+    """Return why the library does not compute a call, whatever its mask is; None if nothing is in the way."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         return "input_ids or inputs_embeds must be a tensor of shape (batch, tokens, ...)"
     weights = given.get("output_attentions")
@@ -197,9 +197,9 @@ def _reason_for_own_code(base: Any, given: dict[str, Any], inputs: Any, cache: A
 
 
 def prepare_call(outer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Take the cache by either name, and put what ``position_ids`` say into the mask: a hook before ``forward``.
+    """Rename the cache argument, and read sequences from ``position_ids`` into the mask: a pre-hook of ``forward``.
 
-    BLOOM and MPT do not hand positions on to their base model.
+    BLOOM and MPT do not pass ``position_ids`` to their base model.
     """
     base, kwargs = outer.base_model, with_own_cache_name(names, kwargs)
     given = by_name(names, args, kwargs)
@@ -215,9 +215,9 @@ def prepare_call(outer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
 
 
 def padding_of_all_places(attention_mask: Tensor | None, **given: Any) -> Tensor | None:
-    """Return the padding mask for all places of a static cache, in place of ``create_masks_for_generate``.
+    """Return the padding mask for all slots of a static cache; replaces ``create_masks_for_generate``.
 
-    It keeps one shape from step to step, as compiled steps ask for, and no mask of queries times places is formed.
+    Its shape is the same in every step, as compiled decoding requires, and no mask of queries times slots is formed.
     """
     if attention_mask is None or attention_mask.ndim != 2:
         return attention_mask

@@ -1,4 +1,4 @@
-"""Names of arguments: the cache's, which ``transformers`` changes from version to version, and those of a method."""
+"""Names of arguments: the cache's name, which depends on the version of ``transformers``, and a method's arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-# 5.24 renamed ``past_key_values`` to ``cache``; blocks and the attention of BLOOM and Falcon say ``layer_past``.
+# transformers 5.24 renamed ``past_key_values`` to ``cache``; the blocks and attention layers of BLOOM and Falcon use
+# ``layer_past``.
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
 
@@ -16,12 +17,12 @@ def cache_of(given: Any) -> Any:
 
 
 def cache_name(names: tuple[str, ...]) -> str | None:
-    """Return the name that a method with arguments of these names has for the cache; None if it takes none."""
+    """Return the name of the cache among a method's argument names; None if it takes no cache."""
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a method's arguments that may be given by position, without ``self``."""
+    """Return the names of a method's arguments that may be passed by position, without ``self``."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)
 
@@ -35,7 +36,7 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def with_own_cache_name(names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments with the cache under the name that a method with arguments of these names has for it."""
+    """Return the arguments with the cache renamed to the name that the method uses."""
     own = cache_name(names)
     if own is None or own in given:
         return given

@@ -1,4 +1,4 @@
-"""Proof that an accelerated model gives what its own code gives, on a short probe."""
+"""The comparison of an accelerated model with its original code, on a short probe."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from alibi_torch.transformers._names import cache_name, cache_of, positional_names
 from alibi_torch.transformers._state import LIBRARY
 
-PROMPT, PADDING, STEPS = 13, 4, 3  # tokens
-# Two ways to compute attention round about four times each (products of scores, the bias, weights, their sum) where
-# the perturbed run rounds once.
+PROMPT, PADDING, STEPS = 13, 4, 3  # in tokens
+# Each of the two computations of attention rounds about four times (scores, bias, weights, weighted sum); the perturbed
+# run rounds once.
 ROUNDINGS = 8
 VERSIONS = f"PyTorch {torch.__version__} and transformers {transformers.__version__}"
 
-Proof = dict[str, tuple[Tensor, float]]  # by part of the probe: the model's own result, and what rounding allows
+Proof = dict[str, tuple[Tensor, float]]  # by part of the probe: the original result, and the allowed difference
 
 
 def own_results(base: Any, layers: Iterable[nn.Module]) -> Proof | None:
-    """Return what a base model's own code gives on the probe, and by how much rounding may change it.
+    """Return the original model's results on the probe, and the difference that rounding may make.
 
-    Rounding is measured on the model itself: the probe is run once more, each attention layer's result off by one unit
-    of rounding. So the allowance grows with the depth and the conditioning of the model, as rounding does.
+    Rounding is measured on the model itself: the probe is run again with each attention layer's result perturbed by one
+    unit of rounding. So the allowance grows with the depth and the conditioning of the model, as rounding does.
 
     Returns:
         None, with a warning, if the model cannot be run.
@@ -38,7 +38,7 @@ def own_results(base: Any, layers: Iterable[nn.Module]) -> Proof | None:
         expected = _results(base)
     except Exception as error:
         return _warn_unproven(f"its own code raised {type(error).__name__}: {error}")
-    # BLOOM's and MPT's own code adds two lowest numbers where padding sees no text, which float64 alone cannot hold.
+    # For padding that sees no text, BLOOM's and MPT's code adds finfo.min twice, which overflows to -inf in float64.
     expected = {name: x for name, x in expected.items() if bool(x.isfinite().all())}
     if not expected:
         return _warn_unproven("its own code gives numbers that are not finite")
@@ -48,15 +48,15 @@ def own_results(base: Any, layers: Iterable[nn.Module]) -> Proof | None:
 
 
 def check(base: Any, proof: Proof) -> None:
-    """Check that an accelerated base model gives the same.
+    """Check that an accelerated base model gives the results of its original code, up to rounding.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If a result differs by more.
     """
     advice = "the model is as it was; leave it so, or take versions that the page on transformers names"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of passes that its own code computes, see below
+            warnings.simplefilter("ignore")  # original-code passes are reported below
             results = _results(base)
     except Exception as error:
         raise ValueError(
@@ -65,7 +65,7 @@ def check(base: Any, proof: Proof) -> None:
         ) from error
     for name, (expected, allowed) in proof.items():
         found = difference(results[name], expected)
-        if not found <= allowed:  # or is NaN
+        if not found <= allowed:  # also raises for NaN
             raise ValueError(
                 f"model must give by the library what its own code gives, got a difference of {found:.2g} "
                 f"{name}, where rounding explains {allowed:.2g} and the largest number is "
@@ -83,7 +83,7 @@ def _warn_unproven(reason: str) -> None:
 
 
 def difference(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference."""
+    """Return the largest absolute difference."""
     return float((first - second).abs().max())
 
 
@@ -107,12 +107,12 @@ def _results(base: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def perturbed(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the result of each attention layer be off by one unit of rounding."""
+    """Perturb the result of each attention layer by one unit of rounding."""
 
     def perturb(layer: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
         result = output[0]
         signs = 1 - 2 * (torch.arange(result.numel(), device=result.device) % 7 % 2).reshape(result.shape)
-        # The models' softmax is float32 in float64, too.
+        # The models compute softmax in float32 even for float64 inputs.
         unit = max(torch.finfo(x).eps for x in (result.dtype, torch.float32)) * result.abs().amax(dim=-1, keepdim=True)
         return (result + signs * unit, *output[1:])
 
@@ -126,9 +126,9 @@ def perturbed(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """Let a model compute in float32 at least, without gradients, dropout and autocast; leave it as it was.
+    """Run a model in at least float32, without gradients, dropout and autocast; restore it afterwards.
 
-    In half precision rounding would hide a mistake. One block at a time has its weights cast, so that no second copy of
+    In half precision, rounding would hide a mistake. Weights are cast one block at a time, so that no second copy of
     the model is in memory.
     """
     training = {module: module.training for module in model.modules()}
@@ -147,7 +147,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
     owned = {module: parameters for module, parameters in _units(model) if parameters}
     handles = [x.register_forward_pre_hook(cast) for x in owned] + [x.register_forward_hook(put_back) for x in owned]
-    model.eval()
+    model.eval()  # without dropout; the modes are restored below
     try:
         with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
             yield
@@ -161,7 +161,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 
 def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yield blocks with all of their parameters, and modules outside of blocks with their own."""
+    """Yield blocks (items of a ModuleList) with all their parameters, and other modules with their direct ones."""
     if isinstance(module, nn.ModuleList):
         yield from ((block, list(block.parameters())) for block in module)
         return

@@ -1,4 +1,4 @@
-"""What the parts of one accelerated model share, and a count of the passes that the library computed."""
+"""The state shared by the modules of one accelerated model, with a count of the passes that the library computed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LIBRARY = "alibi_torch"
 
 @dataclass
 class State:
-    """What the base model and the attention layers of one accelerated model share.
+    """The state shared by the base model and the attention layers of one accelerated model.
 
     Attributes:
         contract: ``"model"`` for the model's own rounding of the bias, ``"exact"`` for none.
         strict: Whether a call that the library does not compute is an error.
-        calls: How many passes ``"alibi_torch"`` computed, and how many the model's own code, by the reason why.
-        tokens: The ``Tokens`` of the pass under way, for layers whose mask has lost them: in compiled code, and where
-            masks are moved between devices.
+        calls: The number of passes by the library, under ``"alibi_torch"``, and by the original code, under the reason.
+        tokens: The ``Tokens`` of the current pass, for layers whose mask has lost its attribute: in compiled code, and
+            after a mask is copied to another device.
     """
 
     contract: str
@@ -30,7 +30,7 @@ class State:
     tokens: Any = None
 
     def count(self, model: Any, reason: str | None) -> None:
-        """Count a pass by the library, or by the model's own code for a reason; warn of the first of those.
+        """Count a pass by the library, or by the original code for a reason; warn at the first of the latter.
 
         Raises:
             ValueError: If there is a reason, and the model is ``strict``.
@@ -49,7 +49,7 @@ class State:
 
 
 def paths(model: Any) -> dict[str, int]:
-    """Return how many forward passes of an accelerated model the library computed, and how many the model's own code.
+    """Return the number of forward passes of an accelerated model by the library, and by the model's original code.
 
     Passes inside ``torch.compile`` are not counted.
 
@@ -77,5 +77,5 @@ def paths(model: Any) -> dict[str, int]:
 
 
 def not_accelerated(model: Any) -> ValueError:
-    """Return the error for a model that must be accelerated, and is not."""
+    """Return the error for a model that is not accelerated but must be."""
     return ValueError(f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate")

@@ -1,7 +1,8 @@
-"""The tokens of one forward pass: which are padding, which begin a sequence, how many lie in the cache.
+"""The tokens of one forward pass: padding, the first token of each sequence, the number of cached tokens.
 
-A model's ``forward`` reads its arguments once, into :class:`Tokens`. Its attention layers take them from the mask that
-the model's own code hands from layer to layer: :func:`carrier` makes one of four axes, which that code leaves alone.
+A model's ``forward`` reads its arguments once, into :class:`Tokens`. The attention layers receive them as an attribute
+of the mask that the model's code passes to every layer: :func:`carrier` makes a mask with four axes, which that code
+does not change.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from alibi_torch._internals import has_dispatch_mode, in_transform
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one forward pass knows of the tokens so far.
+    """The tokens of one forward pass and the cached tokens before them.
 
     Attributes:
-        past: Tokens in the cache before the first query; an int, or a tensor of one element in a compiled static cache.
-        kv_len: Tokens so far, those of the pass included; all places of a compiled static cache.
-        mask: ``[batch, kv_len]``, 0 for padding; None without padding. Models count positions by its numbers.
+        past: Number of cached tokens before the first query; an int, or a one-element tensor with a compiled static
+            cache.
+        kv_len: Number of tokens including this pass; with a compiled static cache, the number of slots.
+        mask: ``[batch, kv_len]``, 0 for padding; None without padding. Models compute positions by cumulative sums of
+            it.
         origins: ``[batch, kv_len or 1]`` integers, the column where a token's sequence begins; None if all begin at 0.
-        sequences: ``[batch, kv_len]`` integers, the number of a token's sequence in its row; None if rows are one.
-        shared: Values that all layers of the pass need, by what they depend on.
+        sequences: ``[batch, kv_len]`` integers, the number of a token's sequence in its row; None if each row is one
+            sequence.
+        shared: Cache of values that all layers of the pass use, by key.
     """
 
     past: Any
@@ -40,7 +44,7 @@ class Tokens:
 
     @staticmethod
     def read(past: Any, kv_len: Any, mask: Tensor | None, starts: Tensor | None) -> Tokens:
-        """Return the tokens for a mask and the places where sequences start, ``[batch, kv_len]`` booleans."""
+        """Return the tokens for a mask and ``starts``, ``[batch, kv_len]``, True where a sequence begins."""
         origins = sequences = None
         if starts is not None:
             columns = torch.arange(kv_len, device=starts.device)
@@ -51,13 +55,13 @@ class Tokens:
         return Tokens(past, kv_len, mask, origins, sequences)
 
     def beside(self, key: Tensor) -> Tokens:
-        """Return the same on the device of keys ``[batch, num_kv_heads, kv_len, head_dim]``, and as long."""
+        """Return the tokens on the device and with the length of keys ``[batch, num_kv_heads, kv_len, head_dim]``."""
         kv_len = key.shape[2]
 
         def fitted(rows: Tensor | None) -> Tensor | None:
             if rows is None or not torch.compiler.is_compiling():
                 return None if rows is None else rows.to(key.device)
-            # A compiler may know the two lengths as different symbols, which no check would find equal.
+            # torch.compile may have two different symbols for the equal lengths: pad and slice to the keys' length.
             return F.pad(rows, (0, max(kv_len - rows.shape[-1], 0)))[:, :kv_len]
 
         origins = self.origins if self.sequences is None else fitted(self.origins)
@@ -70,12 +74,12 @@ class Tokens:
         return None if self.mask is None else self.mask != 0
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Return how many columns each token stands after the first of its sequence, ``[batch or 1, kv_len]``."""
+        """Return each token's distance, in columns, from the first of its sequence, ``[batch or 1, kv_len]``."""
         columns = torch.arange(self.kv_len, device=device)[None]
         return columns if self.origins is None else columns - self.origins
 
     def counts(self, device: torch.device) -> Tensor:
-        """Return the same in tokens of text alone; 0 for padding."""
+        """Return the offsets counted in text tokens only, ``[batch or 1, kv_len]``; 0 for padding."""
         text = self.text
         if text is None or self.origins is None:
             return self.offsets(device)
@@ -84,9 +88,9 @@ class Tokens:
         return (counts - before - 1) * text
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns, computed by the first layer that asks and shared with the others."""
-        # A compiler merges equal operations by itself. Under a dispatch mode, as that of selective checkpointing, a
-        # layer must do the same operations again when it is computed a second time.
+        """Return ``make()``, computed by the first layer and cached for the others."""
+        # A compiler merges equal operations itself. Under a dispatch mode, such as that of selective checkpointing, a
+        # recomputed layer must run the same operations again.
         if torch.compiler.is_compiling() or has_dispatch_mode():
             return make()
         if key not in self.shared:
@@ -98,21 +102,21 @@ class Tokens:
 
 
 def is_unreadable(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be looked at: a compiler, tracer or ``vmap`` is at work, or it has none."""
+    """Whether a tensor's values cannot be read: it is on ``meta``, or a compiler, tracer or ``vmap`` is active."""
     return tensor.is_meta or is_tracing(tensor) or in_transform()
 
 
 def without_full_mask(mask: Tensor | None) -> Tensor | None:
-    """Return the mask; None if it is known to be 1 for each token."""
+    """Return the mask, or None if all its values can be read and are 1."""
     if mask is None or is_unreadable(mask) or mask.requires_grad:
         return mask
     return None if bool((mask == 1).all()) else mask
 
 
 def starts_of(position_ids: Tensor, batch: int, q_len: int, past: Any, mask: Tensor | None) -> Tensor | None:
-    """Return where sequences packed into rows begin, ``[batch, q_len]``; None if each row is known to be one.
+    """Return where packed sequences begin, ``[batch, q_len]`` booleans; None if each row is known to be one sequence.
 
-    A sequence begins where the position of a text token is 0. Other jumps mean nothing, as to the models.
+    A sequence begins where the position of a text token is 0. Other jumps are ignored, as the models ignore them.
     """
     if not isinstance(position_ids, Tensor):
         raise TypeError(f"position_ids must be a tensor, got {type(position_ids).__name__}")
@@ -122,7 +126,7 @@ def starts_of(position_ids: Tensor, batch: int, q_len: int, past: Any, mask: Ten
     starts = position_ids.expand(batch, q_len) == 0
     if mask is not None:
         starts = starts & (mask != 0)
-    if is_unreadable(position_ids):  # tokens behind others in a cache are taken for the same sequence
+    if is_unreadable(position_ids):  # assume that tokens after cached ones continue their sequence
         return starts if isinstance(past, int) and past == 0 else None
     column = torch.arange(1, q_len + 1, device=starts.device) if mask is None else (mask != 0).cumsum(dim=-1)
     if not bool((starts & (column > 1)).any()):
@@ -135,24 +139,24 @@ def starts_of(position_ids: Tensor, batch: int, q_len: int, past: Any, mask: Ten
     return starts
 
 
-# --- The mask that carries them -------------------------------------------------------------------------------------
+# --- The mask that carries the tokens -------------------------------------------------------------------------------
 
 
 def carrier(tokens: Tokens, device: torch.device) -> Tensor:
-    """Return a mask of four axes that carries the tokens of a pass, and that fails in any code that would add it."""
+    """Return an empty mask of four axes that carries the tokens of a pass; adding it to scores raises."""
     mask = torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=device)
-    if not torch.compiler.is_dynamo_compiling():  # which cannot follow an attribute through the model
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo does not track attributes of tensors
         mask.alibi_tokens = tokens  # type: ignore[attr-defined]
     return mask
 
 
 def is_carrier(mask: Any) -> bool:
-    """Whether a mask is one of :func:`carrier`."""
+    """Whether a mask was made by :func:`carrier`."""
     return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == 0
 
 
 def carried(mask: Tensor, under_way: Tokens | None) -> Tokens:
-    """Return the tokens that a carrier has; those of the pass under way if it lost them."""
+    """Return the tokens of a carrier; those of the current pass if it has lost its attribute."""
     own = None if torch.compiler.is_dynamo_compiling() else getattr(mask, "alibi_tokens", None)
     tokens = own or under_way
     if tokens is None:

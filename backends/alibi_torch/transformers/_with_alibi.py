@@ -1,4 +1,4 @@
-"""Models whose only positions are ALiBi's: others are taken out, and what is left is proved."""
+"""``with_alibi``: replaces a model's position embeddings by ALiBi, and tests the result on a probe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from alibi_torch.transformers._proof import ROUNDINGS, VERSIONS, difference, mea
 POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")  # names of embeddings
 CONFIG_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # of attention weights
 LAYER_DROPOUTS = ("dropout", "attention_dropout", "attn_dropout", "dropout_prob")
-PROBE_LEN, PROBE_PADDING = 13, 5  # tokens
+PROBE_LEN, PROBE_PADDING = 13, 5  # in tokens
 
 
 def with_alibi(
@@ -34,38 +34,38 @@ def with_alibi(
     """Give a model of ``transformers`` ALiBi in place of its position embeddings, in place.
 
     Every layer then computes ``softmax(scale * query @ key.mT - slopes * |i - j|) @ value``: in both directions in
-    encoders (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT and others that ask the registry of
+    encoders (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT and others that use the registry of
     attention functions), as in Jina-embeddings-v2 and MosaicBERT; causally in decoders (GPT-2, OPT, BERT with
-    ``is_decoder``). Learned positions are removed, so rows may have any length; token types stay. A rotary model is
-    taken if its config turns rotations off in all layers, as ``no_rope_layers`` of SmolLM3 can.
+    ``is_decoder``). Learned position embeddings are removed, so rows may have any length; token types stay. A rotary
+    model is accepted if its config turns off rotations in all layers, as SmolLM3's ``no_rope_layers`` can.
 
-    Distances are counted along the row: padding may be anywhere in it, and counts. An encoder's row holds several
-    sequences where ``position_ids`` begin again; each then attends within itself.
+    Distances are counted along the row; padding may be anywhere in it, and is counted. A row of an encoder holds
+    several sequences if ``position_ids`` restart; each sequence attends only to itself.
 
-    Attention weights are not stored, so none are dropped: their dropout becomes 0 (BERT's default is 0.1). The config
-    is copied first, for other models may share it. It keeps ``alibi_slopes`` and ``alibi_future_slopes``, and what
-    ``save_pretrained`` wrote is loaded by ``with_alibi(BertModel.from_pretrained(directory))``. ``from_pretrained``
-    alone gives another model: without ALiBi, and with new random position embeddings, which it reports as missing.
+    Attention weights are not stored, so their dropout is set to 0 (BERT's default is 0.1). The config is copied first,
+    because other models may share it. It stores ``alibi_slopes`` and ``alibi_future_slopes``. Load a model saved by
+    ``save_pretrained`` by ``with_alibi(BertModel.from_pretrained(directory))``. ``from_pretrained`` alone gives a
+    different model: without ALiBi, and with new random position embeddings, which it reports as missing.
 
-    Call it before an optimizer is made. A model that was trained with position embeddings must be trained on.
+    Call it before you make an optimizer. A model that was trained with position embeddings needs further training.
 
     Args:
-        model: A model, or a module that contains models: all of what will be saved. Or a config, of which ``AutoModel``
-            makes a model.
-        slopes: ``[num_heads]``, not negative, a PyTorch or NumPy array. Default: those in the config, else the
-            canonical ones.
+        model: A model, or a module that contains models: everything that will be saved. Or a config, from which
+            ``AutoModel`` makes a model.
+        slopes: ``[num_heads]``, not negative, a PyTorch or NumPy array. Default: the slopes in the config, else the
+            canonical slopes.
         future_slopes: ``[num_heads]``, for keys after the query, for an asymmetric encoder. Default: ``slopes``.
-        prove: Run the model on a few rows of 13 to 26 tokens, which must show that padding changes nothing and that
-            ALiBi alone tells positions. A model on the meta device is not run, and gives a warning.
+        prove: Run the model on a few rows of 13 to 26 tokens, to show that padding changes nothing and that ALiBi is
+            the only positional information. A model on the meta device is not run; it gives a warning.
 
     Returns:
-        The same model; of a config, a new one.
+        The same model; a new model if a config was given.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a model does not ask the registry, has positions that cannot be removed, ALiBi already or several
-            kinds of attention, or slopes are wrong; the model is then as it was.
-        RuntimeError: If the proof fails; the model is then as it was.
+        ValueError: If a model does not use the registry, has positions that cannot be removed, ALiBi already or several
+            kinds of attention, or slopes are wrong. The model is then unchanged.
+        RuntimeError: If the proof fails. The model is then unchanged.
 
     Example:
         >>> import torch
@@ -87,6 +87,7 @@ def with_alibi(
     if not roots:
         raise ValueError(f"model must contain a model of transformers, got {type(model).__name__}")
     plans = [(root, *_check(root, slopes, future_slopes)) for root in roots]
+    # If anything below raises, the stack undoes all changes; pop_all() keeps them.
     with contextlib.ExitStack() as undo:
         _copy_configs(model, undo)
         for root, past, future in plans:
@@ -98,7 +99,7 @@ def with_alibi(
 
 
 def _roots_of(model: nn.Module) -> list[Any]:
-    """Return the models of transformers that no other contains."""
+    """Return the models of transformers that are not inside another one."""
     return [model] if isinstance(model, PreTrainedModel) else [x for y in model.children() for x in _roots_of(y)]
 
 
@@ -143,7 +144,7 @@ def _check(root: Any, slopes: Any, future_slopes: Any) -> tuple[list[float], lis
 
 
 def _copy_configs(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Give the model configs of its own, one for each that it had, as other models may share those."""
+    """Replace each config in the model by one copy, because other models may share it."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
@@ -155,7 +156,7 @@ def _convert(root: Any, slopes: list[float], future_slopes: list[float] | None, 
     layers = _layers_of(root)
     config = layers[0].config
     root.set_attn_implementation(NAME)
-    config.position_embedding_type = NAME  # as Jina's say
+    config.position_embedding_type = NAME  # as in the configs of Jina-embeddings-v2
     config.alibi_slopes, config.alibi_future_slopes = slopes, future_slopes
     for module in list(root.modules()):
         for name in POSITIONS:
@@ -180,10 +181,11 @@ def _set(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
 
 
 class NoPositions(nn.Module):
-    """Stands where position embeddings were, and adds 0.
+    """Replaces position embeddings, and returns 0.
 
     Attributes:
-        reaches_attention: Whether layers get ``position_ids`` too, by which they tell sequences of a row apart.
+        reaches_attention: Whether the model passes ``position_ids`` to its attention layers, which need them to
+            separate packed sequences.
     """
 
     reaches_attention = True
@@ -200,7 +202,7 @@ class NoPositions(nn.Module):
 
 
 def _add_defaults(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Give token types and positions where there are none: the model's own are cut from buffers that may be shorter."""
+    """Pass default token types and positions: the model would slice its own from buffers of limited length."""
     tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
     counted = torch.arange(tokens.shape[1], device=tokens.device)[None]
     defaults = {"token_type_ids": torch.zeros_like(counted).expand(tokens.shape[:2]), "position_ids": counted}
@@ -209,7 +211,7 @@ def _add_defaults(_: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _prove(root: Any) -> None:
-    """Run the model on a few rows, and refuse it if what should change nothing changes more than rounding explains."""
+    """Run the model on a few rows; raise if padding, say, changes results by more than rounding explains."""
     name = type(root).__name__
     if any(x.is_meta for x in root.parameters()):
         warnings.warn(f"nothing was proved of a {name} on the meta device, which cannot run", stacklevel=3)
@@ -217,7 +219,7 @@ def _prove(root: Any) -> None:
     try:
         with measuring(root):
             for what, found, rounding in _differences(root):
-                if not found <= rounding:  # NaN is no less
+                if not found <= rounding:  # also raises for NaN
                     raise RuntimeError(
                         f"{what} must change nothing in a model whose positions are ALiBi's alone, got a difference of "
                         f"{found:.3g} in the last hidden states of a {name}, where rounding explains {rounding:.3g} "
@@ -229,7 +231,7 @@ def _prove(root: Any) -> None:
 
 
 def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
-    """Yield what should change nothing, the difference that it makes, and the difference that rounding explains."""
+    """Yield the name of a change that must have no effect, its difference, and the difference allowed for rounding."""
     layers = _layers_of(root)
     config, generator = layers[0].config, torch.Generator().manual_seed(0)
     tokens = torch.randint(1, config.vocab_size, (1, PROBE_LEN), generator=generator)
@@ -247,6 +249,7 @@ def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
         mask = torch.cat([nn.functional.pad(text, pads), torch.ones_like(padded)])
         got = run(torch.cat([padded, padded.flip(1)]), attention_mask=mask)[:1, pads[0] : pads[0] + PROBE_LEN]
         yield f"padding on the {side}", difference(got, alone), rounding
+    # With slopes of 0 the model must not depend on the order of tokens.
     slopes = config.alibi_slopes, config.alibi_future_slopes
     config.alibi_slopes, config.alibi_future_slopes = [0.0] * len(slopes[0]), None
     plain, flipped = run(tokens), run(tokens.flip(1)).flip(1)
@@ -256,11 +259,12 @@ def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
             f"slopes must change the last hidden states, got the same with and without them in a {type(root).__name__} "
             f"({VERSIONS}); use another version of the latter"
         )
-    if layers[0].is_causal:  # with the mask, for without it transformers takes gaps for the ends of sequences
+    if layers[0].is_causal:  # without the mask, transformers would read gaps as new sequences
         got = run(tokens, attention_mask=text, position_ids=2 * positions)
         yield "position_ids that count by two", difference(got, alone), rounding
         return
     yield "the order of tokens, where slopes are 0,", difference(flipped, plain), rounding
+    # Two copies in one row: equal results show that position_ids separate packed sequences.
     twice = run(tokens.repeat(1, 2), position_ids=positions.repeat(1, 2))
     for module in root.modules():
         if isinstance(module, NoPositions):
