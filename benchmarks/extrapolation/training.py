@@ -24,7 +24,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "enc
 
 @dataclass(frozen=True)
 class Settings:
-    """What the methods share. Lengths are in tokens, which are bytes."""
+    """The settings that all methods share. Lengths are in tokens, which are bytes."""
 
     train_length: int = 128
     num_layers: int = 3

@@ -1,4 +1,4 @@
-"""What attention and its layers promise in each framework's own idiom: batch axes, compilers, casts, training."""
+"""The promises of attention and its layers in each framework's own idiom: batch axes, compilers, casts, training."""
 
 from __future__ import annotations
 

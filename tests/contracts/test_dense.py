@@ -1,4 +1,4 @@
-"""What ``"dense"`` alone offers, in all backends: a bias of one's own, dropout of weights, weights as output."""
+"""The features of ``"dense"`` alone, in all backends: a bias of one's own, dropout of weights, weights as output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``explain`` says: which implementation runs, which keys its queries need, how far back, and why."""
+"""The output of ``explain``: which implementation runs, which keys its queries need, how far back, and why."""
 
 from __future__ import annotations
 

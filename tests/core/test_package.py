@@ -1,4 +1,4 @@
-"""What a user's installation sees: four packages, no framework imported by the core, doctests that run."""
+"""A user's installation: four packages, no framework imported by the core, doctests that run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only JAX has: transformations, traced arguments, float64 on demand, Flax's modules, a cache under ``jit``."""
+"""JAX alone: transformations, traced arguments, float64 on demand, Flax's modules, a cache under ``jit``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JAX's caches alone have: compiled steps that read no more than they need, and say NaN where none can raise."""
+"""JAX's caches alone: compiled steps that read no more than they need, and say NaN where none can raise."""
 
 from __future__ import annotations
 

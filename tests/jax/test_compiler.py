@@ -1,4 +1,4 @@
-"""What XLA makes of repeated numbers in products, which `alibi_jax._compatible.materialised` works around."""
+"""The code that XLA makes of repeated numbers in products, which `alibi_jax._compatible.materialised` works around."""
 
 from __future__ import annotations
 

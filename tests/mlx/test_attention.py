@@ -1,4 +1,4 @@
-"""What is special to MLX: its transformations, its modules, caches and files, and where MLX itself falls short."""
+"""MLX alone: its transformations, its modules, caches and files, and where MLX itself falls short."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What MLX's caches alone have: the protocol of mlx-lm, growth, reading late. tests/contracts has the rest."""
+"""MLX's caches alone: the protocol of mlx-lm, growth, reading late. tests/contracts has the rest."""
 
 from __future__ import annotations
 

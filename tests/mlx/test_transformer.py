@@ -1,4 +1,4 @@
-"""What MLX's models alone have: training, the compiler, low precision."""
+"""MLX's models alone: training, the compiler, low precision."""
 
 from __future__ import annotations
 

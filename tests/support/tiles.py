@@ -1,4 +1,4 @@
-"""What tests of attention in tiles share: hostile data, long rows, and what may be off by how much."""
+"""Shared by tests of attention in tiles: hostile data, long rows, and what may be off by how much."""
 
 from __future__ import annotations
 

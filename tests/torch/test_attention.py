@@ -1,4 +1,4 @@
-"""What only the PyTorch backend has: compilation, autocast, module idioms, its cache, and the bias module."""
+"""The PyTorch backend alone: compilation, autocast, module idioms, its cache, and the bias module."""
 
 from __future__ import annotations
 

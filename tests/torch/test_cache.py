@@ -1,4 +1,4 @@
-"""What PyTorch's caches alone have: storage in place, devices, autocast. tests/contracts has the rest."""
+"""PyTorch's caches alone: storage in place, devices, autocast. tests/contracts has the rest."""
 
 from __future__ import annotations
 

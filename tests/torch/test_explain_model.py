@@ -1,4 +1,4 @@
-"""What the heads of a model look at."""
+"""explain_model: the keys that each head of a model looks at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is added to the bias of single keys."""
+"""Numbers added to the bias of single keys."""
 
 from __future__ import annotations
 
