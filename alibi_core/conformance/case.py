@@ -75,12 +75,12 @@ class Case:
     packing: str | None = None
     masking: str | None = None
     slopes_per_batch: bool = False
-    points: tuple[str, str, str] | None = None  # one of POINTS, a distance, and a law
     seed: int = 0
     data: str = "normal"  # or a name in DATA, with the slopes STEEP
     scaling: float | None = None  # the scale; None for the default
     cotangent: str = "random"  # or another name in COTANGENTS
     wrt: tuple[str, ...] | None = None  # names of the gradients to compute; None for all
+    points: tuple[str, str, str] | None = None  # one of POINTS, a distance, and a law
 
     def __str__(self) -> str:
         size, (q_len, kv_len) = self.sizes, self.sizes.lengths

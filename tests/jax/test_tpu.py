@@ -15,8 +15,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX waits for the TPU of an 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 import jax.numpy as jnp  # noqa: E402
-from jax.experimental import pallas as pl  # noqa: E402
-from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 import alibi_jax  # noqa: E402
 from alibi_core.conformance.testing import DATA, FAR, FORMS, PER_BATCH, Case, Sizes  # noqa: E402
@@ -221,22 +219,6 @@ def test_blocks_that_need_no_keys_are_skipped() -> None:
     # A copy is begun for the program that follows; between two that need keys there may be some that need none.
     case = replaced(plain(Sizes(2, 1, 2, (900, 900), 4), slopes=[0.3, 0.0]), arguments=GAPS)
     assert np.all(assert_exact(case)["result"][0, :, 256:384] == 0)
-
-
-@pytest.mark.full
-def test_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Here a copy is made when it is waited for, not when it is begun, as it may be on a TPU, too.
-    case = replaced(plain(Sizes(2, 1, 2, (640, 640), 4), slopes=[0.3, 0.0]), arguments={"window_size": 60})
-    expected, late = computed(case), pltpu.InterpretParams(dma_execution_mode="on_wait")
-
-    def interpreted(*args: Any, interpret: bool, **options: Any) -> Any:
-        return original(*args, interpret=late, **options)
-
-    original = pl.pallas_call
-    monkeypatch.setattr(pl, "pallas_call", interpreted)
-    jax.clear_caches()
-    for name, array in computed(case).items():
-        np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
 @pytest.mark.full

@@ -42,7 +42,8 @@ def backward(
             )
 
         sums = {"query": jnp.zeros(tiles.query.shape, operands.query.dtype)}
-        sums |= {"key": jnp.zeros(tiles.key.shape, tiles.dtype), "value": jnp.zeros(tiles.key.shape, tiles.dtype)}
+        shape = *tiles.key.shape[:2], 1, 1, *tiles.key.shape[2:]
+        sums |= {"key": jnp.zeros(shape, tiles.dtype), "value": jnp.zeros(shape, tiles.dtype)}
         slopes = {"slopes": tiles.slopes, "future_slopes": tiles.future_slopes} if slopes_too else {}
         shape = *tiles.sizes.whole[:3], 1, 1
         sums |= {name: jnp.zeros(shape, tiles.dtype) for name, x in slopes.items() if x is not None}
@@ -53,8 +54,8 @@ def backward(
 
 def _have_mean(key: jax.Array) -> jax.Array:
     """Return whether the mean key of any head is over half as long as the root mean square of its keys' norms."""
-    mean = jnp.mean(key, axis=4)
-    squares = jnp.mean(jnp.sum(key * key, axis=-1), axis=4)
+    mean = jnp.mean(key, axis=2)
+    squares = jnp.mean(jnp.sum(key * key, axis=-1), axis=2)
     return jnp.any(4 * jnp.sum(mean * mean, axis=-1) > squares)  # False if any is NaN
 
 

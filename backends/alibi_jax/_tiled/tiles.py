@@ -141,13 +141,14 @@ class Tiles:
     def __init__(self, operands: Operands, all_heads: bool) -> None:
         """Reshape all arrays to the same axes, and plan the jobs."""
         call, sizes = operands.call, Sizes.of(operands, all_heads)
-        batch, num_kv_heads, group, _, kv_len = sizes.whole
+        num_kv_heads, group = sizes.whole[1:3]
         self.call, self.sizes, self.dtype = call, sizes, call.working_dtype
         self.q_len = sizes.grid[3] * sizes.tile[3]  # padded to whole tiles
         self.has_other_keys = operands.other_keys is not None
         self.jobs = _jobs(operands, sizes)
         self.query = self.of_queries(operands.query)
-        self.key, self.value = (x.reshape(batch, num_kv_heads, 1, 1, kv_len, -1) for x in operands[1:3])
+        # Slice before reshaping: XLA would copy a reshaped argument into the loop, an entire cache per step.
+        self.key, self.value = operands[1:3]  # [batch, h, kv_len, d]
         self.slopes, self.future_slopes = (
             None if x is None else x.reshape(-1, num_kv_heads, group, 1, 1) for x in (call.slopes, call.future_slopes)
         )
@@ -197,6 +198,21 @@ class Tiles:
             parts = [lax.dynamic_slice(array, self._begin(array, starts, i), sizes) for i in range(self.sizes.lanes)]
             array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
         return materialised(array) if array.ndim == 6 else array
+
+    def cut_keys(self, array: jax.Array, starts: Starts) -> jax.Array:
+        """Return a step's slice of keys or values, ``[b, h, k, d]`` in the working dtype."""
+        axes = 0, 1, 4
+        sizes = *(min(n, self.sizes.tile[axis]) for n, axis in zip(array.shape, axes, strict=False)), array.shape[3]
+        if sizes != array.shape or self.sizes.lanes > 1:
+            if array.dtype.itemsize == 2:  # as in cut
+                array, starts = lax.optimization_barrier((array, starts))
+            parts = []
+            for lane in range(self.sizes.lanes):
+                pairs = zip(array.shape, sizes, axes, strict=False)
+                begin = [starts[axis][lane] if n > size else np.int32(0) for n, size, axis in pairs]
+                parts.append(lax.dynamic_slice(array, [*begin, np.int32(0)], sizes))
+            array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return materialised(array).astype(self.dtype)
 
     def put(self, array: jax.Array, parts: jax.Array, starts: Starts, *, add: bool = False) -> jax.Array:
         """Write the slices of a step's lanes into an array, or add them to it."""
@@ -250,8 +266,7 @@ class Tiles:
     def block(self, rows: Rows, index: jax.Array) -> Block:
         """Return block ``index`` of a step's keys, with its scores."""
         starts, away, visible = self._pairs(rows, index)
-        # [b, h, 1, 1, k, d] becomes [b, h, k, d]
-        key, value = (self.cut(x, starts).astype(self.dtype)[:, :, 0, 0] for x in (self.key, self.value))
+        key, value = (self.cut_keys(x, starts) for x in (self.key, self.value))
         is_ahead, reach = away < 0, (rows.nearest - jnp.abs(away)).astype(self.dtype)
         slopes = rows.slopes
         if rows.future_slopes is not None:
