@@ -5,6 +5,7 @@ Each peer computes the attention of given queries, keys and values, which is com
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -94,7 +95,8 @@ def of_transformers(kind: str, arrays: tuple[Values, ...], **options: Any) -> Va
             if kind == "Bloom":
                 given["residual"] = hidden_states.new_zeros(())  # which BLOOM adds to the result
             if kind == "Mpt":
-                given["past_key_values"] = given.pop("layer_past")
+                names = inspect.signature(attention.forward).parameters  # transformers 5.24 renamed the cache
+                given["cache" if "cache" in names else "past_key_values"] = given.pop("layer_past")
             found.append(attention(fused, **given)[0])
             return (hidden_states,)
 
