@@ -18,11 +18,11 @@ from alibi_core._arrays import (
     computes_eagerly_without_gradients,
     device_of,
     explains_keywords,
+    has_float64,
     is_kind,
     is_numpy,
     known_device,
     lacks_64_bits,
-    library_name,
     namespace_of,
     narrowed,
     signed,
@@ -244,7 +244,7 @@ def bias_from_positions(
     if q_segment_ids is not None and kv_segment_ids is not None:
         checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
         checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
-    precise = xp.float64 if _has_float64(xp) else xp.float32
+    precise = xp.float64 if has_float64(xp) else xp.float32
     # [..., 1, q_len, kv_len]
     relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise))
     same = None
@@ -359,12 +359,8 @@ def linear_bias(
 
 def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:
     """Return ``law(distance)``: in float64 for float64 and, where available, integer distances; else in ``dtype``."""
-    is_wide = "float64" in str(distance.dtype) or (is_kind(xp, distance.dtype, "integral") and _has_float64(xp))
+    is_wide = "float64" in str(distance.dtype) or (is_kind(xp, distance.dtype, "integral") and has_float64(xp))
     return penalty(xp, astype(xp, distance, xp.float64 if is_wide else dtype), law)
-
-
-def _has_float64(xp: Namespace) -> bool:
-    return not (lacks_64_bits(xp) or library_name(xp) == "mlx.core")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from alibi_core._arrays.namespace import constant_when_traced as constant_when_t
 from alibi_core._arrays.namespace import device_of as device_of
 from alibi_core._arrays.namespace import extended as extended
 from alibi_core._arrays.namespace import floating_name as floating_name
+from alibi_core._arrays.namespace import has_float64 as has_float64
 from alibi_core._arrays.namespace import host_values as host_values
 from alibi_core._arrays.namespace import is_exporting as is_exporting
 from alibi_core._arrays.namespace import is_int as is_int

@@ -344,6 +344,11 @@ def lacks_64_bits(xp: Namespace) -> bool:
     return _is_jax(xp) and "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating")
 
 
+def has_float64(xp: Namespace) -> bool:
+    """Whether arrays of the library can be float64 on every device; MLX has it on the CPU alone."""
+    return not (lacks_64_bits(xp) or _is_mlx(xp))
+
+
 def computes_eagerly_without_gradients(xp: Namespace) -> bool:
     """Whether the library is NumPy: each operation allocates its result at once, and there are no gradients."""
     return library_name(xp) == "numpy"

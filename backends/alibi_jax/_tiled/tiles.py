@@ -31,6 +31,7 @@ KEYS_OF_FEW = 1024
 LANES = 4  # A step runs this many jobs: XLA uses one core for a single matrix product, several for a batch of them.
 SCORES = 2**20  # Short sequences share a step up to about this many scores.
 PIECE = 16  # Tiles are a multiple of this many tokens, unless one tile has all tokens.
+ALL_AXES, AXES_OF_KEYS = (0, 1, 2, 3, 4), (0, 1, 4)
 PLAN_KEYS = 64  # The plan keeps or skips keys in blocks of this many.
 
 
@@ -182,37 +183,25 @@ class Tiles:
         widths = [(0, missing if axis == 3 else 0) for axis in range(array.ndim)]
         return jnp.pad(array, widths, constant_values=fill) if missing else array
 
-    def cut(self, array: Any, starts: Starts) -> Any:
+    def cut(self, array: Any, starts: Starts, axes: tuple[int, ...] = ALL_AXES) -> Any:
         """Return a step's slices of an array, its lanes along the batch axis; None for None.
 
-        Axes that a job covers entirely are not sliced: they may be sharded among devices.
+        Axes that a job covers entirely are not sliced: they may be sharded among devices. ``axes`` says which of this
+        module's axes the array has, before its features.
         """
         if array is None:
             return None
-        sizes = self._part(array)
+        sizes = self._part(array, axes)
         if sizes != array.shape or self.sizes.lanes > 1:
             if array.dtype.itemsize == 2:
                 # XLA on CPUs would hoist the cast to float32 of the entire array out of the loop. The barrier makes the
                 # array depend on the loop's index.
                 array, starts = lax.optimization_barrier((array, starts))
-            parts = [lax.dynamic_slice(array, self._begin(array, starts, i), sizes) for i in range(self.sizes.lanes)]
+            parts = [
+                lax.dynamic_slice(array, self._begin(array, starts, i, axes), sizes) for i in range(self.sizes.lanes)
+            ]
             array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-        return materialised(array) if array.ndim == 6 else array
-
-    def cut_keys(self, array: jax.Array, starts: Starts) -> jax.Array:
-        """Return a step's slice of keys or values, ``[b, h, k, d]`` in the working dtype."""
-        axes = 0, 1, 4
-        sizes = *(min(n, self.sizes.tile[axis]) for n, axis in zip(array.shape, axes, strict=False)), array.shape[3]
-        if sizes != array.shape or self.sizes.lanes > 1:
-            if array.dtype.itemsize == 2:  # as in cut
-                array, starts = lax.optimization_barrier((array, starts))
-            parts = []
-            for lane in range(self.sizes.lanes):
-                pairs = zip(array.shape, sizes, axes, strict=False)
-                begin = [starts[axis][lane] if n > size else np.int32(0) for n, size, axis in pairs]
-                parts.append(lax.dynamic_slice(array, [*begin, np.int32(0)], sizes))
-            array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-        return materialised(array).astype(self.dtype)
+        return materialised(array) if array.ndim > len(axes) else array
 
     def put(self, array: jax.Array, parts: jax.Array, starts: Starts, *, add: bool = False) -> jax.Array:
         """Write the slices of a step's lanes into an array, or add them to it."""
@@ -231,12 +220,14 @@ class Tiles:
         # XLA copies the array when updates are unrolled, so loop.
         return put_lane(0, array) if self.sizes.lanes == 1 else lax.fori_loop(0, self.sizes.lanes, put_lane, array)
 
-    def _part(self, array: jax.Array) -> tuple[int, ...]:
-        return *(min(pair) for pair in zip(array.shape, self.sizes.tile, strict=False)), *array.shape[5:]
+    def _part(self, array: jax.Array, axes: tuple[int, ...] = ALL_AXES) -> tuple[int, ...]:
+        sizes = (min(n, self.sizes.tile[axis]) for n, axis in zip(array.shape, axes, strict=False))
+        return *sizes, *array.shape[len(axes) :]
 
-    def _begin(self, array: jax.Array, starts: Starts, lane: Any) -> list[Any]:
-        pairs = zip(array.shape, self.sizes.tile, starts, strict=False)
-        return [x[lane] if n > size else np.int32(0) for n, size, x in pairs] + [np.int32(0)] * (array.ndim - 5)
+    def _begin(self, array: jax.Array, starts: Starts, lane: Any, axes: tuple[int, ...] = ALL_AXES) -> list[Any]:
+        sizes = zip(array.shape, axes, strict=False)
+        begin = [starts[axis][lane] if n > self.sizes.tile[axis] else np.int32(0) for n, axis in sizes]
+        return begin + [np.int32(0)] * (array.ndim - len(axes))
 
     def rows(self, step: jax.Array) -> Rows:
         """Return the queries of a step, with slopes, positions and segment ids."""
@@ -266,7 +257,7 @@ class Tiles:
     def block(self, rows: Rows, index: jax.Array) -> Block:
         """Return block ``index`` of a step's keys, with its scores."""
         starts, away, visible = self._pairs(rows, index)
-        key, value = (self.cut_keys(x, starts) for x in (self.key, self.value))
+        key, value = (self.cut(x, starts, AXES_OF_KEYS).astype(self.dtype) for x in (self.key, self.value))
         is_ahead, reach = away < 0, (rows.nearest - jnp.abs(away)).astype(self.dtype)
         slopes = rows.slopes
         if rows.future_slopes is not None:
