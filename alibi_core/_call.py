@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -291,6 +291,17 @@ class AttentionCall:
             kv_len=keys.stop - keys.start,
             **arrays,
         )
+
+    def rows_of_block(self, elements: int) -> int:
+        """Return how many queries have a bias of about this many elements: at least 16. Needs one batch axis."""
+        return max(16, elements // (self.batch[0] * self.num_heads * self.kv_len))
+
+    def blocks(self, rows: int) -> Iterator[tuple[slice, AttentionCall]]:
+        """Yield blocks of this many queries, each with the call restricted to them. Needs one batch axis."""
+        batch, heads, keys = slice(0, self.batch[0]), slice(0, self.num_heads), slice(0, self.kv_len)
+        for start in range(0, self.q_len, rows):
+            queries = slice(start, min(start + rows, self.q_len))
+            yield queries, self.tile(batch=batch, heads=heads, queries=queries, keys=keys)
 
     def with_one_batch_axis(self) -> AttentionCall:
         """Return this call with its batch axes merged into one. Arrays without a batch axis, or of length 1, stay so.

@@ -15,6 +15,7 @@ from alibi_core._models.encoder import TextRows as TextRows
 from alibi_core._models.language_model import BaseLanguageModel as BaseLanguageModel
 from alibi_core._models.language_model import Generation as Generation
 from alibi_core._models.language_model import Prompts as Prompts
+from alibi_core._models.language_model import evaluating as evaluating
 from alibi_core._models.language_model import following as following
 from alibi_core._models.language_model import last_tokens as last_tokens
 from alibi_core._models.transformer import BaseActivation as BaseActivation

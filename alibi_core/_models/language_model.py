@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,13 +245,8 @@ class BaseLanguageModel(BaseTextModel):
         if number == 0:
             return []
         # Restored afterwards: the caller may be training.
-        before = [(module, module.training) for module in self.modules()]  # parents first
-        self.eval()
-        try:
+        with evaluating(self):
             return self._extend(prompts, number, rules, source)
-        finally:
-            for module, training in before:
-                module.train(training)
 
     def _extend(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
         """Return a list of the ``number`` new tokens, in evaluation mode; JAX overrides this to compile the steps."""
@@ -267,6 +263,18 @@ class BaseLanguageModel(BaseTextModel):
             return rules.next_tokens(astype(namespace_of(chosen), chosen, unread.dtype)[:, None], ended)
 
         return following(prompts.tokens, number, step)
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put a model of PyTorch or MLX into evaluation mode; afterwards each module has its own mode again."""
+    before = [(module, module.training) for module in model.modules()]  # parents first
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.train(training)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,9 @@ def attention(call: AttentionCall, query: mx.array, key: mx.array, value: mx.arr
     """Return attention, ``[*batch, num_heads, q_len, head_dim]``."""
     shape, call = query.shape, call.with_one_batch_axis()
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]).astype(mx.float32) for x in (query, key, value))
-    rows = max(16, BIAS_ELEMENTS // (call.batch[0] * call.num_heads * call.kv_len))
-    everything = {"batch": slice(0, call.batch[0]), "heads": slice(0, call.num_heads), "keys": slice(0, call.kv_len)}
     blocks: list[mx.array] = []
-    for start in range(0, call.q_len, rows):
-        queries = slice(start, min(start + rows, call.q_len))
-        static, arrays = split_call(call.tile(queries=queries, **everything))
+    for queries, part in call.blocks(call.rows_of_block(BIAS_ELEMENTS)):
+        static, arrays = split_call(part)
         inputs = [query[:, :, queries], key, value, *arrays.values()]
         if blocks:  # one block after the other, or all biases would be in memory at once
             inputs = mx.depends(inputs, blocks[-1:])

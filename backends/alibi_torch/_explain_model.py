@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from alibi_core.backend.models import evaluating
 from alibi_torch._attention import attention
 from alibi_torch.nn import AlibiAttention
 
@@ -105,13 +106,8 @@ def explain_model(model: nn.Module, tokens: Tensor) -> ModelExplanation:
     if not layers:
         raise ValueError(f"model must have AlibiAttention layers, got a {type(model).__name__} without any")
     found: list[tuple[np.ndarray, ...]] = []
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with _weights_seen(layers, found):
-            model.eval()(tokens)
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
+    with evaluating(model), _weights_seen(layers, found):
+        model(tokens)
     return ModelExplanation(*(np.stack(x) for x in zip(*found, strict=True)))
 
 

@@ -55,13 +55,10 @@ def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tens
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
     """Yield blocks of queries, each with the call restricted to them."""
-    rows = max(16, BIAS_ELEMENTS // (call.batch[0] * call.num_heads * call.kv_len))
+    rows = call.rows_of_block(BIAS_ELEMENTS)
     if torch.compiler.is_compiling():  # fewer, larger blocks
         rows = max(rows, -(-call.q_len // COMPILED_BLOCKS))
-    everything = {"batch": slice(0, call.batch[0]), "heads": slice(0, call.num_heads), "keys": slice(0, call.kv_len)}
-    for start in range(0, call.q_len, rows):
-        queries = slice(start, min(start + rows, call.q_len))
-        yield queries, call.tile(queries=queries, **everything)
+    return call.blocks(rows)
 
 
 def _by_blocks(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
