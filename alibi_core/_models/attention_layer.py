@@ -227,6 +227,16 @@ class BaseAttention(Module):
         """The slopes in use, ``[num_heads]``, fixed or learned."""
         return self.slopes
 
+    def _sizes_and_options(self) -> str:
+        """Return the sizes, and the options that change the result, for ``print(layer)``."""
+        names = ("embed_dim", "num_heads", "num_kv_heads")
+        options: dict[str, Any] = {name: getattr(self.shape, name) for name in names} | {"is_causal": self.is_causal}
+        if self.window_size is not None:
+            options["window_size"] = self.window_size
+        if getattr(self, "log_slopes", None) is not None:
+            options["learnable_slopes"] = True
+        return ", ".join(f"{name}={value}" for name, value in options.items())
+
     def _heads(self, x: Any, source: Any) -> Iterator[Any]:
         """Yield query, key and value, ``[batch, heads, length, head_dim]`` or ``[batch, length, heads, head_dim]``."""
         parts = (

@@ -28,7 +28,7 @@ def tensors() -> list[np.ndarray]:
 
 @functools.cache
 def added() -> np.ndarray:
-    """Numbers of either sign for each head, of which some hide keys, one query from all."""
+    """Return a bias by head, of either sign; -inf hides some keys, and all keys from one query."""
     rng = np.random.default_rng(1)
     bias = rng.standard_normal((HEADS, Q_LEN, KV_LEN)).astype(np.float32)
     bias[rng.random(bias.shape) < 0.2] = -np.inf

@@ -228,3 +228,11 @@ def test_a_layer_refuses(name: str, given: dict[str, Any], message: str) -> None
         options["cache"] = make_layer(name, **SIZES).make_cache(*given["cache"])
     with pytest.raises(ValueError, match=f"^{message}"):
         layer(x, **options)
+
+
+@pytest.mark.parametrize("name", without_jax(NAMES))
+def test_a_printed_layer_shows_what_changes_its_result(name: str) -> None:
+    shown = repr(make_layer(name, **SIZES, window_size=2, learnable_slopes=True))
+    assert "window_size=2" in shown
+    assert ("log_slopes" if name == "jax" else "learnable_slopes=True") in shown  # Flax prints all attributes
+    assert "window_size" not in repr(make_layer(name, **SIZES)) or name == "jax"

@@ -38,7 +38,7 @@ def model(directory: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Return a tokenizer of words ``w0``, ``w1`` and so on, none of which ends a text."""
+    """Return a tokenizer of words ``w0``, ``w1`` and so on, without a token that ends a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

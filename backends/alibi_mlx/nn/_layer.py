@@ -163,8 +163,7 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
         super().__setitem__(name, value)
 
     def _extra_repr(self) -> str:
-        sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
-        return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"
+        return self._sizes_and_options()
 
 
 def padding_of(cache: Any) -> mx.array | None:

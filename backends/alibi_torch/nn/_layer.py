@@ -117,6 +117,5 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
         return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
-        """Return the sizes, for ``print(module)``."""
-        sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
-        return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"
+        """Return the sizes, and the options that change the result, for ``print(module)``."""
+        return self._sizes_and_options()
