@@ -429,6 +429,18 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         torch.func.vmap(attend)(*inputs)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_kernel_options_are_those_of_flex_attention() -> None:
+    inputs = tensors((5, 5))
+    found = attend(*inputs, kernel_options={"PRESCALE_QK": False})
+    assert torch.equal(found, attend(*inputs))
+    with pytest.raises(ValueError, match="BACKEND value 'NONE'"):  # FlexAttention's own error
+        attend(*inputs, kernel_options={"BACKEND": "NONE"})
+    with pytest.raises(ValueError, match="kernel_options must be None without implementation='flex', got"):
+        alibi_torch.attention(*inputs, kernel_options={"BACKEND": "FLASH"})
+    assert alibi_torch.explain(*inputs, implementation="flex", kernel_options={}).implementation == "flex"
+
+
 # --- CUDA ----------------------------------------------------------------------------------------------------------
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
