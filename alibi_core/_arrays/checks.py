@@ -173,6 +173,8 @@ def array(name: str, value: Any) -> Any:
             how = "; numpy.asarray, or that of your framework, makes one"
         elif isinstance(value, str) and name == "slopes":
             how = "; alibi_core.slopes(num_heads, scheme=...) makes one"
+        elif isinstance(value, str) and name == "mask":
+            how = "; is_causal=True hides later keys without a mask"
         elif isinstance(value, float) and name == "slopes":
             how = "; an int stands for that many canonical slopes"
         raise TypeError(f"{name} must be an array, got {shown(value)}{how}")

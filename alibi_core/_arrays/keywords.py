@@ -14,7 +14,7 @@ HEADS = ("num_heads", "slopes, which may be the number of heads")
 # Each hint begins with the name of an argument. The error gives the first hint whose argument the function has.
 HINTS: dict[str, str | tuple[str, ...]] = {
     "alibi_slopes": "slopes",
-    "attention_mask": "mask: (attention_mask == 1)[:, None, None, :], or as it is for encode",
+    "attention_mask": "mask, which takes it as it is, 1 for text",
     "attn_bias": "added_bias, floating numbers that are added beside ALiBi's own",
     "attn_mask": "mask, booleans, True where a query may look; ALiBi's own bias is left out, as attention adds it",
     "causal": "is_causal",
@@ -26,7 +26,10 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "heads": HEADS,
     "hidden_size": "embed_dim",
     "input_ids": "tokens",
-    "key_padding_mask": "mask: ~key_padding_mask[:, None, None, :], True where a query may look",
+    "intermediate_size": "feed_forward_dim",
+    "key_padding_mask": "mask: ~key_padding_mask, True where a query may look",
+    "max_length": "max_new_tokens, which do not count the prompt",
+    "max_tokens": "max_new_tokens",
     "n_heads": HEADS,
     "n_layer": "num_layers",
     "need_weights": "return_weights=True, which returns a pair",

@@ -173,8 +173,9 @@ class BaseAttention(Module):
 
         Args:
             x: ``[batch, length, embed_dim]``.
-            mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, length, kv_len]``,
-                where ``kv_len`` counts the cached tokens too. (In JAX it is the cache's ``max_length``: all slots.)
+            mask: Booleans or integers 0 and 1, True where a query may look: ``[batch, kv_len]`` for padding, or with
+                axes that broadcast to ``[batch, num_heads, length, kv_len]``. ``kv_len`` counts the cached tokens, too.
+                (In JAX it is the cache's ``max_length``: all slots.)
             segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
                 ``kv_len`` tokens).
             cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.

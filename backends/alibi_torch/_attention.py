@@ -68,8 +68,8 @@ def attention(
             ``kv_len - q_len``.
         segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
         window_size: Mask keys farther away than this many tokens: with 4, a query sees 5 keys, including its own.
-        mask: Booleans, True where a query sees a key, that broadcast to ``[batch, num_heads, q_len, kv_len]``. Pass a
-            padding mask ``[batch, kv_len]`` as ``mask[:, None, None, :]``.
+        mask: Booleans or integers 0 and 1, True where a query sees a key: ``[batch, kv_len]`` for padding, or with axes
+            that broadcast to ``[batch, num_heads, q_len, kv_len]``. See :func:`alibi_core.attention`.
         positions: The caller's own positions, in place of ``q_offset`` and ``window_size``: ``[batch, length]`` on a
             line or ``[batch, length, dims]`` in space, integer or floating, NaN for a token without a position; one
             tensor for queries and keys, or a pair. They have no gradients.

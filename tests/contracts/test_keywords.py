@@ -23,7 +23,7 @@ def test_a_foreign_name_is_told_the_name_here(name: str) -> None:
     for function, given, told in (
         (lambda **options: package.attention(tensor, tensor, tensor, **options), "softmax_scale", "give scale"),
         (lambda **options: package.explain(tensor, tensor, tensor, **options), "causal", "give is_causal"),
-        (lambda **options: layer(x, **options), "attention_mask", "give mask: (attention_mask == 1)[:, None, None, :]"),
+        (lambda **options: layer(x, **options), "attention_mask", "give mask, which takes it as it is, 1 for text"),
         (lambda **options: layer.make_cache(1, 4).attend(tensor, **options), "sliding_window", "give window_size"),
         (lambda **options: package.AlibiAttention(8, **options), "heads", "give num_heads"),
         (AlibiConfig, "d_model", "give embed_dim"),

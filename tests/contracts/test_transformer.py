@@ -113,6 +113,17 @@ def test_mask_and_segments_reach_every_block(name: str) -> None:
     assert_close(model(x, mask=ids[:, None, :, None] == ids[:, None, None, :]), apart)
 
 
+@EACH
+@pytest.mark.parametrize("kind", ["AlibiLanguageModel", "AlibiEncoder"])
+def test_a_model_takes_the_mask_of_a_tokenizer(name: str, kind: str) -> None:
+    config = dataclasses.replace(SMALL, is_causal=kind == "AlibiLanguageModel")
+    model, text, given = make_model(name, kind, config, VOCAB_SIZE), np.arange(13) >= [[6], [0]], tokens(2, 13)
+    expected = model(given, mask=text[:, None, None, :])
+    for mask in (text, text.astype(np.int32)):
+        assert np.array_equal(model(given, mask=mask), expected)
+    assert_close(expected[:1, 6:], model(given[:1, 6:]))
+
+
 @pytest.mark.parametrize("name", without_jax(NAMES))
 def test_caches_continue_a_sequence(name: str) -> None:
     model, x = transformer(name), normal(3, 13, 28)

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from alibi_core.backend import models
-from alibi_core.backend.checks import explains_keywords, is_int, one_of
+from alibi_core.backend.checks import boolean_mask, explains_keywords, is_int, namespace_of, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import KVCache
 
@@ -139,8 +139,12 @@ class AlibiAttention(nn.Module, models.BaseAttention):
             )
         try:
             if padding is not None:
-                sees = (mx.arange(key.shape[-2]) >= padding[:, None])[:, None, None]
-                rules["mask"] = sees if rules["mask"] is None else sees & rules["mask"]
+                sees = (mx.arange(key.shape[-2]) >= padding[:, None])[:, None, None]  # [batch, 1, 1, kv_len]
+                if rules["mask"] is not None:
+                    batch, num_heads, q_len, _ = query.shape
+                    scores = {"num_heads": num_heads, "q_len": q_len, "kv_len": key.shape[-2]}
+                    sees = sees & boolean_mask(namespace_of(query), rules["mask"], {"batch": batch}, scores)
+                rules["mask"] = sees
             return attention(query, key, value, self.slopes, **rules)
         except Exception:
             # Remove the appended tokens, so that a failed call leaves the cache unchanged.
