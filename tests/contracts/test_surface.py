@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from alibi_core._cli import main
+from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import in_full
 from tests.support.layers import load, make_module, save
@@ -202,8 +204,6 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
 def test_a_config_is_frozen_and_positional() -> None:
     import dataclasses
 
-    from alibi_core.backend.models import AlibiConfig
-
     config = AlibiConfig(3, 64)
     assert config == AlibiConfig(num_layers=3, embed_dim=64)
     with pytest.raises(TypeError, match="'d_model'; give embed_dim"):
@@ -237,6 +237,41 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
             alibi_jax.load_weights(small, path)
         with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):
             alibi_jax.save_weights(3, path)
+
+
+OTHERS = {
+    "heads": {"num_heads": 2},
+    "direction": {"is_causal": False},
+    "window": {"window_size": 3},
+    "slopes": {"slopes": SLOPES},
+    "law": {"law": "log"},
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_weights_do_not_load_into_a_layer_that_computes_something_else(pair: tuple[str, str], tmp_path: Path) -> None:
+    for module in ("torch", "jax", "flax", "mlx.core"):
+        pytest.importorskip(module)
+    path = tmp_path / "model.safetensors"
+    save(pair[0], make_module(pair[0], "AlibiTransformer", AlibiConfig(**CONFIG)), path)
+    for changes in OTHERS.values():
+        (field,) = changes
+        other = make_module(pair[1], "AlibiTransformer", AlibiConfig(**CONFIG | changes))
+        with pytest.raises(ValueError, match=rf"^blocks.0.attention must have .*{field}=.*, got .*{field}="):
+            load(pair[1], other, path)
+    save_file(load_file(path), path)  # which says nothing of layers
+    load(pair[1], other, path)
+
+
+def test_a_state_dict_of_pytorch_says_what_its_layers_compute(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    layer, other = make_module("torch", "AlibiAttention", 16, 4), make_module("torch", "AlibiAttention", 16, 2)
+    torch.save({"model": torch.nn.Sequential(layer).state_dict()}, tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    with pytest.raises(RuntimeError, match="0 must have num_heads=4, .*, got num_heads=2, .*; a plain dict"):
+        torch.nn.Sequential(other).load_state_dict(state)
+    torch.nn.Sequential(other).load_state_dict(dict(state))
+    assert torch.equal(other.q_proj.weight, layer.q_proj.weight)
 
 
 if __name__ == "__main__":

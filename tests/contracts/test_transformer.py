@@ -53,8 +53,8 @@ def test_config_has_the_customary_defaults() -> None:
     config = AlibiConfig()
     fields = {"num_layers": 6, "embed_dim": 256, "num_heads": 8, "max_len": 256, "dropout": 0.1, "is_causal": True}
     assert {name: getattr(config, name) for name in fields} == fields
-    assert config.expansion_factor == 1
-    assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (256, 300)
+    assert config.expansion_factor == 4
+    assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (1024, 300)
 
 
 @pytest.mark.parametrize(

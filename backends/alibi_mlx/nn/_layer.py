@@ -13,9 +13,10 @@ from alibi_core.backend import models
 from alibi_core.backend.checks import boolean_mask, explains_keywords, is_int, namespace_of, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import KVCache
+from alibi_mlx.nn._weights import SavesLayers
 
 
-class AlibiAttention(nn.Module, models.BaseAttention):
+class AlibiAttention(SavesLayers, models.BaseAttention):
     """Multi-head self-attention whose only positional information is ALiBi.
 
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
