@@ -87,6 +87,7 @@ upgrade:
 
 docs: $(VENV)/ready-docs
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -c docs . $(OUT)/site
+	@echo "The site: $(OUT)/site/index.html"
 
 check: $(VENV)/ready
 	$(RUN) -m alibi_core conformance $(ARGS)

@@ -25,7 +25,7 @@ from alibi_core._arrays import (
 )
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
 from alibi_core._distance import DISTANCES, LAWS, check_order, may_have_nan, points_of_call, relative_points
-from alibi_core._mask import check_mask, check_score_axes
+from alibi_core._mask import boolean_mask, with_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
@@ -160,12 +160,12 @@ class AttentionCall:
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
-            check_mask(xp, mask, *_score_axes(sizes))
+            mask = boolean_mask(xp, mask, *_score_axes(sizes))
         if added_bias is not None:
             if is_kind(xp, added_bias.dtype, "bool"):
                 raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
             checks.floating_array(xp, "added_bias", added_bias)
-            check_score_axes("added_bias", added_bias, *_score_axes(sizes))
+            added_bias = with_score_axes(xp, "added_bias", added_bias, *_score_axes(sizes))
             # Backends expect a finite added_bias: its -inf become part of the mask.
             mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
         return cls(

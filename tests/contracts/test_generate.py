@@ -13,7 +13,7 @@ from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, NAMES_SLOW_IN
 from tests.support.models import Model, lively_model, make_module
 
 VOCAB_SIZE = 13
-CONFIG = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.0)
+CONFIG = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=1)
 
 
 @functools.cache

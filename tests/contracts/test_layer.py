@@ -172,6 +172,24 @@ def test_a_layer_attends_to_another_sequence(
     assert np.array_equal(apply(name, layer, x, context=x), apply(name, layer, x))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_is_masked_as_tokenizers_say_it(name: str, x: np.ndarray) -> None:
+    layer, framework = make_layer(name, **SIZES, is_causal=False), FRAMEWORK[name]
+    text = np.arange(11) >= np.asarray([[0], [4]])
+    expected = apply(name, layer, x, mask=text[:, None, None, :])
+    compiled = framework.compiled(lambda x, mask: layer(x, mask=mask))
+    for mask in (text, text.astype(np.int32)):
+        assert np.array_equal(apply(name, layer, x, mask=mask), expected)
+        found = framework.numpy(compiled(framework.array(x), framework.array(mask)))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    cached = make_layer(name, **SIZES)
+    steps = apply(name, cached, x, mask=text[:, None, None, :])
+    first = framework.array(text if name == "jax" else text[:, :9])  # in JAX all slots of the cache
+    output, cache = decode(name, cached, x[:, :9], cached.make_cache(2, 11), [9], mask=first)
+    rest, _ = decode(name, cached, x[:, 9:], cache, [2], mask=framework.array(text.astype(np.int32)))
+    np.testing.assert_allclose(np.concatenate([output, rest], axis=1), steps, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_prompts_of_different_lengths_share_a_cache(name: str, x: np.ndarray) -> None:
     layer, lengths = make_layer(name, **SIZES), FRAMEWORK[name].array(np.asarray([3, 6], np.int32))
@@ -211,3 +229,11 @@ def test_a_layer_refuses(name: str, given: dict[str, Any], message: str) -> None
         options["cache"] = make_layer(name, **SIZES).make_cache(*given["cache"])
     with pytest.raises(ValueError, match=f"^{message}"):
         layer(x, **options)
+
+
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
+def test_a_printed_layer_shows_what_changes_its_result(name: str) -> None:
+    shown = repr(make_layer(name, **SIZES, window_size=2, learnable_slopes=True))
+    assert "window_size=2" in shown
+    assert ("log_slopes" if name == "jax" else "learnable_slopes=True") in shown  # Flax prints all attributes
+    assert "window_size" not in repr(make_layer(name, **SIZES)) or name == "jax"

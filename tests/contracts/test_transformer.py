@@ -52,8 +52,8 @@ def test_config_has_the_customary_defaults() -> None:
     config = AlibiConfig()
     fields = {"num_layers": 6, "embed_dim": 256, "num_heads": 8, "max_len": 256, "dropout": 0.1, "is_causal": True}
     assert {name: getattr(config, name) for name in fields} == fields
-    assert config.expansion_factor == 1
-    assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (256, 300)
+    assert config.expansion_factor == 4
+    assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (1024, 300)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,17 @@ def test_mask_and_segments_reach_every_block(name: str) -> None:
     apart = np.concatenate([model(x[:, :5]), model(x[:, 5:])], axis=1)
     assert_close(model(x, segment_ids=ids), apart)
     assert_close(model(x, mask=ids[:, None, :, None] == ids[:, None, None, :]), apart)
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["AlibiLanguageModel", "AlibiEncoder"])
+def test_a_model_takes_the_mask_of_a_tokenizer(name: str, kind: str) -> None:
+    config = dataclasses.replace(SMALL, is_causal=kind == "AlibiLanguageModel")
+    model, text, given = make_model(name, kind, config, VOCAB_SIZE), np.arange(13) >= [[6], [0]], tokens(2, 13)
+    expected = model(given, mask=text[:, None, None, :])
+    for mask in (text, text.astype(np.int32)):
+        assert np.array_equal(model(given, mask=mask), expected)
+    assert_close(expected[:1, 6:], model(given[:1, 6:]))
 
 
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
@@ -235,7 +246,8 @@ def test_a_model_of_text_takes_a_batch_of_integers(name: str, kind: str) -> None
     config = AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, is_causal=kind == "AlibiLanguageModel")
     model, array = make_module(name, kind, config, 13), FRAMEWORK[name].array
     for given, error, message in (
-        ([1, 2], TypeError, r"be an array, got \[1, 2\] \(list\)"),
+        ([1, 2], TypeError, r"be an array, got \[1, 2\] \(list\); numpy"),
+        (["a text"], TypeError, r"be an array, got \['a text'\] \(list\); a tokenizer makes tokens of texts"),
         (array(np.zeros((2, 3))), TypeError, "have an integer dtype, got .*float32"),
         (array(np.zeros(3, np.int32)), ValueError, r"have shape \(batch, length\), got \(3,\); tokens\[None\] makes"),
         (array(np.zeros((2, 3, 8), np.int32)), ValueError, r"have shape \(batch, length\), got \(2, 3, 8\)$"),
