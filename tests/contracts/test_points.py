@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +22,12 @@ from tests.support.frameworks import (
     FRAMEWORK,
     FRAMEWORKS,
     LIBRARIES,
-    MLX,
     NAMES,
     Backend,
     Framework,
 )
 from tests.support.layers import apply, decode, make_layer
 from tests.support.models import make_model
-from tests.support.tiles import Tiling
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
 LAWS = {"linear": lambda d: d, "log": np.log1p, "sqrt": np.sqrt}
@@ -145,15 +142,12 @@ def test_gradients_between_points_are_exact(backend: Backend, case: Case) -> Non
 
 
 @pytest.mark.parametrize("backend", [x for x in BACKENDS if x.values[0].implementation == "tiled"])
-def test_blocks_of_queries_fit_together(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend.framework is not MLX:
-        monkeypatch.setattr(f"{backend.module}._rows.BIAS_ELEMENTS", 1)  # blocks of 16 queries
-    case = Case((37, 37), 2, "euclidean", "linear", "without a place", False, True, True, seed=0)
+def test_blocks_of_queries_fit_together(backend: Backend) -> None:
+    case = Case((601, 601), 2, "euclidean", "linear", "without a place", False, True, True, seed=0)
     problem, penalty = case.exact()
     cotangent = case.rng.normal(size=problem.query.shape).astype(np.float32)
-    with Tiling(bias_elements=100).applied(backend) if backend.framework is MLX else contextlib.nullcontext():
-        result = backend.attention(**case.tensors(), dtype="float32", **case.arguments())
-        found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
+    result = backend.attention(**case.tensors(), dtype="float32", **case.arguments())
+    found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
     assert_within_budget(result, problem.output)
     for name, answer in problem.gradients(cotangent.astype(np.float64), penalty).items():
         assert_within_budget(found[name], answer)

@@ -393,6 +393,27 @@ def test_distances_are_exact_at_any_position(monkeypatch: pytest.MonkeyPatch) ->
     assert found == [0, -1, -2, -3]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["default slopes", "slopes"])
+@pytest.mark.parametrize("name", ["scale", "offset by batch", "segments by batch", "asymmetric", "points"])
+def test_plan_and_gradients_are_traced_into_what_the_caller_compiles(
+    name: str, slopes: torch.Tensor | None, on_any_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    torch._dynamo.reset()
+    lengths, arguments = CASES[name]
+    compiler = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    if slopes is not None:
+        assert_exact(tensors(lengths), arguments, compiler=compiler)
+        return
+    for length in (140, 300):
+        inputs = [x.requires_grad_() for x in tensors((length, length))]
+        function = functools.partial(attend, slopes=None)
+        losses = [compiler(function)(*inputs).square().sum(), function(*inputs, implementation="dense").square().sum()]
+        for one, other in zip(*(torch.autograd.grad(x, inputs) for x in losses), strict=True):
+            assert (one - other).abs().max() <= 5e-5 * other.abs().max()
+
+
 # --- What it refuses -----------------------------------------------------------------------------------------------
 
 
