@@ -7,11 +7,12 @@ position is minus the distance: a key in space is never after the query.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import DType, Namespace, astype, checks, host_values, is_kind, lacks_64_bits
+from alibi_core._arrays import DType, Namespace, astype, at_least, checks, host_values, is_kind, lacks_64_bits
 
 DISTANCES = ("manhattan", "euclidean", "chebyshev")
 LAWS = ("linear", "log", "sqrt")
@@ -22,6 +23,33 @@ def penalty(xp: Namespace, distance: Any, law: str) -> Any:
     if law == "linear":
         return distance
     return xp.log1p(distance) if law == "log" else xp.sqrt(distance)
+
+
+def distance_of_tail(xp: Namespace, slopes: Any, weight: Any, law: str) -> Any:
+    """Return the distance from which on ``exp(weight - slope * law(d))`` sums to at most 1 over whole d; inf if never.
+
+    The terms are convex in d, so the sum from n on is at most their integral I from x = n - 1/2 on::
+
+        "log"    I = exp(weight) * (1 + x) ** (1 - slope) / (slope - 1), for slopes above 1
+        "sqrt"   I = exp(weight) * exp(-y) * 2 * (1 + y) / slope**2, where y = slope * sqrt(x)
+    """
+    cover = 1 + 2.0**-20  # covers rounding
+    falls = slopes > (1 if law == "log" else 0)
+    rates = xp.where(falls, slopes, 2.0)
+    if law == "log":
+        power = (weight - xp.log(rates - 1)) / (rates - 1) * cover
+        falls = falls & (power < 64)  # beyond that, say inf: float32 ends at exp(88)
+        x = xp.expm1(xp.where(falls, power, 0.0))
+    else:
+        # Solve y = constant + log(1 + y) from above, from 2 * constant + 2 on: log(1 + y) <= y / 2 + 1. Each step comes
+        # nearer and stays above, because the right side is concave and increases.
+        constant = weight + xp.log(2 / rates) - xp.log(rates)
+        y = at_least(xp, 2 * constant + 2, 0.0)
+        for _ in range(32):
+            y = at_least(xp, constant + xp.log1p(y), 0.0)
+        falls = falls & (y / rates < 2**30)
+        x = xp.where(falls, y / rates * cover, 0.0) ** 2
+    return xp.where(falls, at_least(xp, xp.ceil(x * cover + 0.5), 1.0), math.inf)
 
 
 def check_positions(xp: Namespace, name: str, positions: Any) -> Any:
@@ -125,8 +153,7 @@ def relative_points(
         (q_points, q_nowhere), (kv_points, kv_nowhere) = (_without_nan(xp, x) for x in (q_points, kv_points))
     # One dimension at a time: no array [q_len, kv_len, dims] is allocated.
     steps = [relative_on_line(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(q_points.shape[-1])]
-    # On a line keep the sign; in space the relative position is minus the distance.
-    relative = steps[0] if len(steps) == 1 else 0 - _norm(xp, steps, distance, dtype)
+    relative = relative_position(xp, steps, distance, dtype)
     if q_nowhere is not None:
         relative = xp.where(q_nowhere[..., :, None], xp.zeros_like(relative), relative)
     if kv_nowhere is not None:
@@ -152,20 +179,22 @@ def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: 
     return high * 2.0**16 + low
 
 
-def _norm(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:
-    """Return the distance in space from the differences along each dimension, ``steps``."""
+def relative_position(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:
+    """Return the relative position from the differences along each dimension, ``steps``, key minus query."""
+    if len(steps) == 1:
+        return steps[0]
     # Squares of integers may overflow: compute in floating point.
     if distance == "euclidean":
         steps = [astype(xp, step, dtype) if is_kind(xp, step.dtype, "integral") else step for step in steps]
-        return xp.sqrt(_sum([step * step for step in steps]))
+        return 0 - xp.sqrt(_sum([step * step for step in steps]))
     sizes = [xp.abs(step) for step in steps]
     if distance == "manhattan":
-        return _sum(sizes)
+        return 0 - _sum(sizes)
     # Chebyshev: the elementwise maximum over dimensions.
     largest = sizes[0]
     for size in sizes[1:]:
         largest = xp.where(size > largest, size, largest)
-    return largest
+    return 0 - largest
 
 
 def _without_nan(xp: Namespace, points: Any) -> tuple[Any, Any | None]:

@@ -169,7 +169,9 @@ def array(name: str, value: Any) -> Any:
         )
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         how = ""
-        if isinstance(value, (list, tuple)):
+        if name == "tokens" and isinstance(value, (str, list, tuple)) and any(isinstance(x, str) for x in value):
+            how = "; a tokenizer makes tokens of texts"
+        elif isinstance(value, (list, tuple)):
             how = "; numpy.asarray, or that of your framework, makes one"
         elif isinstance(value, str) and name == "slopes":
             how = "; alibi_core.slopes(num_heads, scheme=...) makes one"

@@ -68,8 +68,9 @@ def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
     group = call.num_heads // call.num_kv_heads
     # A kernel call takes all heads, or the heads of one group, which share keys.
     at_once = call.num_heads if group == 1 else group
-    # Above 1 if masks, ids or slopes differ between batch entries: then entries cannot all share one bias.
-    varies = max(1 if x is None else x.shape[0] for x in (call.mask, call.q_segment_ids, call.kv_segment_ids))
+    # Above 1 if masks, ids, points or slopes differ between batch entries: then entries cannot all share one bias.
+    by_token = call.mask, call.q_segment_ids, call.kv_segment_ids, call.q_points, call.kv_points
+    varies = max(1 if x is None else x.shape[0] for x in by_token)
     for slopes in (call.slopes, call.future_slopes):
         varies = max(varies, 1 if slopes is None or slopes.ndim == 1 else slopes.shape[0])
     rows = min(tiling.rows[1], call.q_len)
@@ -94,9 +95,9 @@ def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
 def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, Any]:
     """Return the keys that direction and window let queries ``lowest`` to ``highest`` see: the first, the last + 1.
 
-    Query indices count from 0: ints, or NumPy arrays. If the offset is an array, the result is all keys.
+    Query indices count from 0: ints, or NumPy arrays. The result is all keys with points, or if the offset is an array.
     """
-    if call.has_offset_array:
+    if call.has_offset_array or call.q_points is not None:
         return 0, call.kv_len
     # 2**40: more than any distance.
     window = 2**40 if call.window_size is None else call.window_size

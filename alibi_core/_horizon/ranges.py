@@ -31,6 +31,7 @@ from alibi_core._arrays import (
 )
 from alibi_core._bias import slopes_of_any_sign, with_head_axis
 from alibi_core._call import AttentionCall
+from alibi_core._distance import LAWS, distance_of_tail
 
 # By dtype of queries and keys, the unit roundoff: smaller changes are lost in the rounding of the result.
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -49,7 +50,12 @@ def tolerance_of(call: AttentionCall) -> float:
 
 
 def horizon(
-    slopes: int | Array, score_range: float | Array, *, tolerance: float | None = None, is_causal: bool = True
+    slopes: int | Array,
+    score_range: float | Array,
+    *,
+    tolerance: float | None = None,
+    is_causal: bool = True,
+    law: str = "linear",
 ) -> Any:
     """Return the distance from which on all keys together weigh at most ``tolerance``, in tokens, one a head.
 
@@ -67,10 +73,12 @@ def horizon(
         tolerance: The share of the softmax weight that may be left out. Default ``2**-24``, the unit roundoff of
             float32. With 0 every horizon is infinite.
         is_causal: Whether keys lie on one side of the query only.
+        law: As in :func:`bias`: how the penalty grows with the distance. Where it is not linear, a sum over far keys is
+            bounded by an integral, ``exp(-slope * law(x))`` from half a token before the first of them on.
 
     Returns:
         Array with the shape of ``slopes`` (broadcast with ``score_range``), integers in the dtype of ``slopes``;
-        infinite where a slope is not positive.
+        infinite where a slope is not positive, and with ``law="log"`` up to a slope of 1: such sums have no bound.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -85,6 +93,7 @@ def horizon(
         kind: RazorAttention, arXiv 2407.15891; Adaptive Computation Pruning, arXiv 2504.06949.
     """
     checks.boolean("is_causal", is_causal)
+    checks.one_of("law", law, LAWS)
     tolerance = 2.0**-24 if tolerance is None else checks.non_negative_number("tolerance", tolerance)
     is_array = hasattr(score_range, "shape") and not isinstance(score_range, np.generic)
     xp, placed = slopes_of_any_sign(slopes, *([score_range] if is_array else []))
@@ -101,7 +110,10 @@ def horizon(
             raise ValueError(
                 f"score_range must broadcast against slopes, {tuple(placed.shape)}, got {tuple(excess.shape)}"
             )
-    return reach(xp, placed, excess, tolerance if is_causal else tolerance / 2)
+    by_side = tolerance if is_causal else tolerance / 2
+    if law == "linear" or by_side == 0:
+        return reach(xp, placed, excess, by_side)
+    return distance_of_tail(xp, placed, excess - math.log(by_side), law)
 
 
 def reach(xp: Namespace, slopes: Any, excess: Any, tolerance: float) -> Any:

@@ -16,4 +16,6 @@ from alibi_core._call import AttentionCall as AttentionCall
 from alibi_core._call import axis_of as axis_of
 from alibi_core._call import join_call as join_call
 from alibi_core._call import split_call as split_call
+from alibi_core._distance import penalty as penalty
+from alibi_core._distance import relative_position as relative_position
 from alibi_core._horizon import Explanation as Explanation

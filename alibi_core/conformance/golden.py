@@ -24,7 +24,7 @@ from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, 
 from alibi_core.conformance.reference import TENSORS, Computation, Values
 from alibi_core.conformance.report import Counterexample, LawReport, plain
 
-FORMAT, RESULTS_FORMAT, VERSION, RESULTS_VERSION = "alibi-golden", "alibi-golden-results", 2, 1
+FORMAT, RESULTS_FORMAT, VERSION, RESULTS_VERSION = "alibi-golden", "alibi-golden-results", 3, 1
 INDEX, RESULTS_INDEX, ABOUT = "index.json", "results.json", "FORMAT.md"
 DTYPES = tuple(UNIT_ROUNDOFF)
 MOST_HEADS = 128
@@ -77,6 +77,19 @@ ATTENTION: tuple[tuple[str, str, Case, tuple[float, ...] | None], ...] = (
     ("long_square", "100 queries", Case(Sizes(1, 2, 1, (100, 100), 4)), (0.25, 2.0**-7)),
     ("long_grouped", "a row of 300 keys, grouped heads", Case(Sizes(1, 1, 3, (4, 300), 5)), (0.5, 0.0625, 0.0)),
     ("long_window", "a row of 260 keys, of which 64", Case(Sizes(1, 2, 1, (4, 260), 4), window_size=64), ()),
+    ("positions", "whole positions on a line, some of them shared",
+     Case(FEWER, points=("line", "manhattan", "linear")), ()),
+    ("times", "times, and a law that is not linear", Case(SQUARE, points=("times", "manhattan", "sqrt")), ()),
+    ("times_asymmetric", "slopes of their own for keys at later times",
+     Case(SQUARE, "asymmetric", points=("times", "manhattan", "log"), seed=1), None),
+    ("grid", "points in the plane", Case(GROUPED, "symmetric", points=("grid", "manhattan", "linear")), ()),
+    ("grid_euclidean", "points in the plane, and a mask",
+     Case(SQUARE, "symmetric", masking="by query", points=("grid", "euclidean", "linear")), ()),
+    ("space", "points in space", Case(FEWER, "symmetric", points=("space", "chebyshev", "log")), ()),
+    ("class_token", "a token without a position",
+     Case(SQUARE, "symmetric", points=("class token", "euclidean", "sqrt")), ()),
+    ("class_token_segments", "the same, with packed sequences",
+     Case(FEWER, "symmetric", packing="pair", points=("class token", "manhattan", "linear")), ()),
     ("everything", "most of the above at once",
      Case(Sizes(2, 2, 2, (7, 11), 3), "asymmetric", -FAR, 6, "pair", "by head", True, scaling=0.75, seed=3), None),
 )
@@ -276,6 +289,8 @@ def _options(case: Case) -> dict[str, Values]:
     }
     if "segment_ids" in case.arguments:
         options["q_segment_ids"], options["kv_segment_ids"] = case.segment_ids
+    if "positions" in case.arguments:
+        options["q_positions"], options["kv_positions"] = case.arguments["positions"]
     return options
 
 
@@ -293,8 +308,9 @@ def _about(kind: str, name: str, description: str, case: Case, **further: Any) -
     features |= {"empty"} if 0 in (q_len, kv_len) else set()
     arguments = {
         "is_causal": case.form == "causal",
-        "q_offset": None if is_array else offset,
+        "q_offset": None if is_array or "positions" in given else offset,
         "window_size": given.get("window_size"),
+        **{"distance": given.get("distance"), "law": given.get("law", "linear")},
         **{"batch": size.batch, "num_heads": case.num_heads, "q_len": q_len, "kv_len": kv_len},
     }
     if kind != "bias":

@@ -60,10 +60,13 @@ class Rules:
 
     def largest_bias(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
         """Return the largest size of a bias counted from any token of the row, ``[batch, heads, 1, 1]``."""
-        offsets = [0, *np.ravel(self.q_offset).tolist()]
-        # From the first to the last position of any token.
-        tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
         steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
+        if self.positions is not None:
+            tokens = self.steps(batch, heads, q_len, kv_len).penalty.max(initial=0)
+        else:
+            offsets = [0, *np.ravel(self.q_offset).tolist()]
+            # From the first to the last position of any token.
+            tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
         return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
 
     def steps(self, batch: int, heads: int, q_len: int, kv_len: int) -> Computation:

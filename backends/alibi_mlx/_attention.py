@@ -7,7 +7,7 @@ import mlx.core as mx
 from alibi_core.backend import AttentionCall, dense_attention
 from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_core.backend.horizon import Job
-from alibi_mlx import _plan, _rows
+from alibi_mlx import _plan
 from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
 
 
@@ -127,8 +127,6 @@ def run(
     """
     if call.is_empty or choose(call, implementation) == "dense":
         return dense_attention(call, query, key, value)
-    if not call.is_toeplitz:
-        return _rows.attention(call, query, key, value)
     flat = call.with_one_batch_axis()
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
 

@@ -13,11 +13,11 @@ from alibi_core.backend.horizon import Job
 
 
 class Biases:
-    """The biases of jobs. Without masks and segments, they are Toeplitz and slices of one row per head."""
+    """The biases of jobs. Without masks, segments and points, they are Toeplitz and slices of one row per head."""
 
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
-        self._by_distance = call.mask is None and call.q_segment_ids is None
+        self._by_distance = call.mask is None and call.q_segment_ids is None and call.q_points is None
         self._last: tuple[Any, Any] = None, None  # cache of the last Toeplitz bias: (key, bias)
 
     def of(self, job: Job) -> tuple[mx.array, mx.array | None]:
@@ -26,8 +26,7 @@ class Biases:
         The latter are booleans, ``[..., rows, 1]``; None if all queries see a key.
         """
         if not (self._by_distance and self._has_own_keys(job)):
-            tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-            bias, attends = replace(tile, q_offset=self._q_positions(job)[..., 0]).bias()
+            bias, attends = self._tile(job).bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
         batch = slice(0, 1) if self._row.shape[0] == 1 else job.batch
         made_of = (batch, job.heads, job.rows, job.kv_len, job.back)
@@ -39,36 +38,33 @@ class Biases:
             self._last = made_of, _toeplitz(part, job.rows)
         return self._last[1], None
 
-    def distances(self, job: Job) -> tuple[mx.array, mx.array | None]:
-        """Return the distances of keys before the query and of keys after it: tokens, float32, 0 on the other side.
+    def distances(self, job: Job) -> list[mx.array]:
+        """Return the penalties that slopes multiply, and, if there are future slopes, those that these multiply.
 
-        If all keys are on one side, distances count from the nearest key. This changes no gradient, because the score
-        gradients of a row sum to 0, and keeps float32 digits when all keys are far away.
-
-        Both are ``[rows, kv_len]``, or ``[batch entries, 1, rows, kv_len]``; the second is None in causal calls.
+        Penalties are float32 and at least 0, and broadcast to ``[batch entries, heads, rows, kv_len]``. They count from
+        a query's nearest key if all keys are on one side. This changes no gradient, because the score gradients of a
+        row sum to 0, and keeps float32 digits when all keys are far away.
         """
-        queries, keys = self._q_positions(job), mx.arange(job.kv_len)
-        ahead = keys - queries[..., None]
-        sides = -ahead, ahead
-        if not self._has_own_keys(job):
-            # Clamp at 0 before the subtraction and after it: a difference of two large offsets could overflow int32.
-            outside = mx.maximum(mx.maximum(-queries, queries - keys[-1]), 0)[..., None]
-            sides = tuple(mx.maximum(x, 0) - outside for x in sides)
-        past, future = (mx.maximum(x, 0).astype(mx.float32) for x in sides)
-        if past.ndim > 2:
-            past, future = past[:, None], future[:, None]
-        return past, None if self._call.is_causal else future
+        # The bias of slopes of 1 is minus the penalty. Masks do not matter: the score gradients of masked keys are 0.
+        unmasked = {"mask": None, "q_segment_ids": None, "kv_segment_ids": None, "window_size": None}
+        tile = replace(self._tile(job), is_causal=False, **unmasked)
+        one, zero = mx.ones((1,)), mx.zeros((1,))
+        units = [(one, None)] if self._call.future_slopes is None else [(one, zero), (zero, one)]
+        return [-_four_axes(replace(tile, slopes=past, future_slopes=future).bias()[0]) for past, future in units]
 
-    def _q_positions(self, job: Job) -> mx.array:
-        """Return the query positions relative to the job's first key: ``[rows]`` or ``[batch entries, rows]``.
-
-        They are arrays, not Python numbers: ``mx.compile`` writes Python numbers into its kernels' source, which would
-        compile a new kernel for each tile and each length.
-        """
-        offset, start, stop = self._call.q_offset, job.back, job.back + job.rows
-        if not self._call.has_offset_array:
-            return mx.arange(offset + start, offset + stop)
-        return (offset if offset.size == 1 else offset[job.batch])[..., None] + mx.arange(start, stop)
+    def _tile(self, job: Job) -> AttentionCall:
+        """Return the call restricted to a job."""
+        tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+        if tile.q_points is not None:
+            return tile
+        # The offset is an array, not a Python number: mx.compile writes Python numbers into its kernels' source, which
+        # would compile a new kernel for each tile and each length.
+        given, is_array = self._call.q_offset, self._call.has_offset_array
+        first = job.back if is_array else job.back + given
+        q_offset = mx.arange(first, first + 1)
+        if is_array:
+            q_offset = (given if given.size == 1 else given[job.batch]) + q_offset
+        return replace(tile, q_offset=q_offset)
 
     @cached_property
     def _row(self) -> mx.array:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import ARRAY_AXES, AttentionCall, join_call
+from alibi_core.backend import AttentionCall, join_call
 from alibi_core.backend.horizon import Job
 from alibi_mlx import _kernels
 
@@ -77,10 +77,8 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
         query, key, value, *arrays = primals
         this = join_call(call, dict(zip(operands, arrays, strict=True)))
-        *by_tensors, past, future = _gradients(this, query, key, value, grad, jobs)
-        by_slopes = {"slopes": past, "future_slopes": future}
-        if this.future_slopes is None:
-            by_slopes["slopes"] = past + future
+        *by_tensors, by_past, by_future = _gradients(this, query, key, value, grad, jobs)
+        by_slopes = {"slopes": by_past, "future_slopes": by_future}
         grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_slopes.items() if n in operands}
         return *by_tensors, *map(grads.get, operands)
 
@@ -95,7 +93,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 def _gradients(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
 ) -> tuple[mx.array, ...]:
-    """Return the gradients of query, key, value, and of past and future slopes per batch entry."""
+    """Return the gradients of query, key, value, and of slopes and future slopes per batch entry."""
     operands = call.arrays
 
     @mx.custom_function
@@ -126,11 +124,14 @@ def _as_longer_batch(
     for x, axis in zip(operands[:count], axes[:count], strict=True):
         whole = mx.broadcast_to(x, (size, *x.shape)) if axis is None else mx.moveaxis(x, axis, 0)
         tensors.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
-    arrays = {}
-    for name, x, axis in zip(call.arrays, operands[count:], axes[count:], strict=True):
-        if axis is not None:
-            x = mx.moveaxis(x, axis, 0)
-            missing = 2 + ARRAY_AXES[name] - x.ndim  # batch and leading axes that the array lacks; they broadcast
-            x = x.reshape(size, *[1] * missing, *x.shape[1:])
-        arrays[name] = x
-    return size, replace(call, batch=(size, *call.batch), **arrays).with_one_batch_axis(), tensors
+    given = zip(operands[count:], axes[count:], strict=True)
+
+    def longer(_: mx.array, own_axes: int) -> mx.array:
+        x, axis = next(given)
+        if axis is None:
+            return x
+        x = mx.moveaxis(x, axis, 0)
+        missing = 2 + own_axes - x.ndim  # batch and leading axes that the array lacks; they broadcast
+        return x.reshape(size, *[1] * missing, *x.shape[1:])
+
+    return size, replace(call.map_arrays(longer), batch=(size, *call.batch)).with_one_batch_axis(), tensors

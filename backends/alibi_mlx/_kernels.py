@@ -56,7 +56,7 @@ def backward(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
     """Return the gradients of ``sum(attention * grad)`` for query, key, value, slopes and future slopes.
 
-    The gradients of slopes are ``[batch, num_heads]``, for keys before and for keys after the query.
+    The gradients of slopes are ``[batch, num_heads]``; those of future slopes are zeros if there are none.
     """
     query, key, value = tensors
     by_query = mx.zeros(query.shape, query.dtype)
@@ -88,11 +88,7 @@ def backward(
                 by_queries,
                 _add_keys(by_key, part, call, by_score.swapaxes(-1, -2) @ queries),
                 _add_keys(by_value, part, call, weights.swapaxes(-1, -2) @ grads),
-                *(
-                    _add_by_head(x, part, by_score * y)
-                    for x, y in zip(by_slopes, distances, strict=True)
-                    if y is not None
-                ),
+                *(_add_by_head(x, part, by_score * y) for x, y in zip(by_slopes, distances, strict=False)),
             ]
     return by_query, by_key.astype(key.dtype), by_value.astype(value.dtype), *by_slopes
 

@@ -65,6 +65,7 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
     """
     sizes, tolerance = tiling(), tolerance_of(call)
     is_plain = call.kv_len <= sizes.short or tolerance == 0 or _is_soon_read(call, norms is not None)
+    is_plain = is_plain or not call.is_toeplitz  # the horizon knows neither points nor laws
     host = None if is_plain else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))

@@ -46,8 +46,6 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
 
 def _refusal_of_flex(call: AttentionCall, *tensors: Tensor) -> str | None:
     device = tensors[0].device.type
-    if not call.is_toeplitz:
-        return "takes no positions and no law but the linear one"
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, got {device}"
     if call.dtype == torch.float64:

@@ -66,6 +66,9 @@ def computed(case: dict[str, Any], tensors: dict[str, np.ndarray], adapter: Any)
     arguments |= {"window_size": known["window_size"], "scale": known["scale"]}
     if "q_segment_ids" in inputs:
         arguments["segment_ids"] = inputs["q_segment_ids"], inputs["kv_segment_ids"]
+    if "q_positions" in inputs:
+        arguments |= {"positions": (inputs["q_positions"], inputs["kv_positions"])}
+        arguments |= {"distance": known["distance"], "law": known["law"]}
     grad_output = inputs["grad_output"].astype(own)
     found = adapter.attention_grad(*qkv, inputs["slopes"], grad_output=grad_output, **arguments)
     gradients = {f"gradient/{name}": x for name, x in found.items()}
@@ -85,7 +88,7 @@ def results_of(index: dict[str, Any], tensors: dict[str, np.ndarray], adapter: A
 def write_results(directory: Path, found: dict[str, np.ndarray], stored: str, **changes: Any) -> Path:
     """Write results as FORMAT.md says, in tensors of that dtype."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = {"format": "alibi-golden-results", "version": 1, "golden_version": 2, "program": "little"}
+    content = {"format": "alibi-golden-results", "version": 1, "golden_version": 3, "program": "little"}
     content |= {"dtype": stored, "files": ["results.safetensors"]} | changes
     (directory / "results.json").write_text(json.dumps(content))
     stored_as = {name: np.ascontiguousarray(x.astype(np.float64).astype(NUMPY[stored])) for name, x in found.items()}
@@ -125,8 +128,37 @@ def test_biases_and_slopes_are_the_librarys(index: dict[str, Any], tensors: dict
 
 def test_cases_cover_what_attention_takes(index: dict[str, Any]) -> None:
     used = {feature for case in index["cases"] if case["kind"] == "attention" for feature in case["features"]}
-    assert used | {"slope_gradients", "some_gradients", "continuations", "points"} == set(FEATURES)
+    assert used | {"slope_gradients", "some_gradients", "continuations"} == set(FEATURES)
     assert any(case["default_slopes"] for case in index["cases"] if case["kind"] == "attention")
+
+
+def test_points_are_what_the_format_says(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    norms = {"manhattan": lambda x: abs(x).sum(-1), "euclidean": lambda x: (x * x).sum(-1) ** 0.5}
+    norms["chebyshev"] = lambda x: abs(x).max(-1)
+    laws = {"linear": lambda d: d, "log": lambda d: np.log(1 + d), "sqrt": lambda d: d**0.5}
+    met = set()
+    for case in (x for x in index["cases"] if "points" in x["features"]):
+        known, inputs = case["arguments"], {name: tensors[x["tensor"]] for name, x in case["inputs"].items()}
+        queries, keys = (inputs[name].astype(np.float64) for name in ("q_positions", "kv_positions"))
+        met |= {(queries.ndim, known["distance"]), known["law"], bool(np.isnan(queries).any())}
+        queries, keys = (x[..., None] if x.ndim == 2 else x for x in (queries, keys))
+        steps = keys[:, None, None] - queries[:, None, :, None]  # [batch, 1, q_len, kv_len, dims]
+        nowhere = np.isnan(steps).any(-1)
+        distance, ahead = np.where(nowhere, 0, norms[known["distance"]](steps)), np.where(nowhere, 0, steps[..., 0])
+        slopes, future = (inputs.get(x, inputs["slopes"])[..., None, None] for x in ("slopes", "future_slopes"))
+        bias = -np.where(ahead > 0, future, slopes).astype(np.float64) * laws[known["law"]](distance)
+        visible = (ahead <= 0) | (not known["is_causal"])
+        if "q_segment_ids" in inputs:
+            visible = visible & (inputs["q_segment_ids"][:, None, :, None] == inputs["kv_segment_ids"][:, None, None])
+        visible = visible & inputs.get("mask", True)
+        group = known["num_heads"] // known["num_kv_heads"]
+        key, value = (inputs[name].repeat(group, axis=1) for name in ("key", "value"))
+        scores = np.where(visible, known["scale"] * inputs["query"] @ key.swapaxes(-1, -2) + bias, -np.inf)
+        highest = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
+        output = weights @ value / np.maximum(weights.sum(axis=-1, keepdims=True), 2.0**-1022)
+        np.testing.assert_allclose(output, tensors[case["expected"]["output"]["tensor"]], rtol=0, atol=1e-12)
+    assert met >= {(2, "manhattan"), *((3, name) for name in norms), *laws, True}
 
 
 def test_golden_vectors_are_replaced_and_nothing_else_is(golden: Path, tmp_path: Path) -> None:
@@ -226,7 +258,7 @@ SLOPES = "slopes/canonical/slopes"
     [
         ({"format": "alibi-golden"}, "format must be 'alibi-golden-results'"),
         ({"version": 2}, "version must be"),
-        ({"golden_version": 1}, "golden_version must be 2, got 1"),
+        ({"golden_version": 1}, "golden_version must be 3, got 1"),
         ({"program": 7}, "program must be str"),
         ({"dtype": "float8"}, "dtype must be one of"),
         ({"files": {}}, "files must be list"),

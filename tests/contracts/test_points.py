@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,18 +16,21 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.backend.models import AlibiConfig
 from alibi_core.conformance.testing import Attention, assert_within_budget
+from benchmarks.harness import peak_growth
 from tests.support.frameworks import (
     BACKENDS,
     DIFFERENTIABLE,
     FRAMEWORK,
     FRAMEWORKS,
     LIBRARIES,
+    MLX,
     NAMES,
     Backend,
     Framework,
 )
 from tests.support.layers import apply, decode, make_layer
 from tests.support.models import make_model
+from tests.support.tiles import Tiling
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
 LAWS = {"linear": lambda d: d, "log": np.log1p, "sqrt": np.sqrt}
@@ -141,12 +146,15 @@ def test_gradients_between_points_are_exact(backend: Backend, case: Case) -> Non
 
 @pytest.mark.parametrize("backend", [x for x in BACKENDS if x.values[0].implementation == "tiled"])
 def test_blocks_of_queries_fit_together(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{backend.module}._rows.BIAS_ELEMENTS", 1)  # blocks of 16 queries
+    if backend.framework is not MLX:
+        monkeypatch.setattr(f"{backend.module}._rows.BIAS_ELEMENTS", 1)  # blocks of 16 queries
     case = Case((37, 37), 2, "euclidean", "linear", "without a place", False, True, True, seed=0)
     problem, penalty = case.exact()
-    assert_within_budget(backend.attention(**case.tensors(), dtype="float32", **case.arguments()), problem.output)
     cotangent = case.rng.normal(size=problem.query.shape).astype(np.float32)
-    found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
+    with Tiling(bias_elements=100).applied(backend) if backend.framework is MLX else contextlib.nullcontext():
+        result = backend.attention(**case.tensors(), dtype="float32", **case.arguments())
+        found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
+    assert_within_budget(result, problem.output)
     for name, answer in problem.gradients(cotangent.astype(np.float64), penalty).items():
         assert_within_budget(found[name], answer)
 
@@ -242,3 +250,24 @@ def test_attention_between_points_compiles(backend: Backend) -> None:
 
     found = framework.numpy(framework.compiled(attention)(*placed, positions))
     np.testing.assert_allclose(backend.layout(found), case.exact()[0].output.value, atol=2e-5)
+
+
+def long_attention(name: str, length: int) -> Any:
+    """Return a call with its gradients, warmed up at a short length."""
+    backend = Backend(FRAMEWORK[name], f"alibi_{name}", None)
+
+    def call(length: int) -> Any:
+        rng = np.random.default_rng(length)
+        tensors = {x: rng.normal(size=(1, 2, length, 16)) for x in ("query", "key", "value")}
+        rules = {"positions": rng.uniform(0, 90, (length, 2)), "distance": "euclidean", "is_causal": False}
+        return backend.gradients(tensors, tensors["value"], dtype="float32", **rules)
+
+    call(64)
+    return partial(call, length)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_grows_with_the_number_of_points_alone(name: str) -> None:
+    length = 8192
+    peak = peak_growth("tests.contracts.test_points:long_attention", name, length)
+    assert peak < 4 * 2 * length**2 / 3  # a third of the bias, in bytes

@@ -244,7 +244,8 @@ def test_a_model_of_text_takes_a_batch_of_integers(name: str, kind: str) -> None
     config = AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, is_causal=kind == "AlibiLanguageModel")
     model, array = make_module(name, kind, config, 13), FRAMEWORK[name].array
     for given, error, message in (
-        ([1, 2], TypeError, r"be an array, got \[1, 2\] \(list\)"),
+        ([1, 2], TypeError, r"be an array, got \[1, 2\] \(list\); numpy"),
+        (["a text"], TypeError, r"be an array, got \['a text'\] \(list\); a tokenizer makes tokens of texts"),
         (array(np.zeros((2, 3))), TypeError, "have an integer dtype, got .*float32"),
         (array(np.zeros(3, np.int32)), ValueError, r"have shape \(batch, length\), got \(3,\); tokens\[None\] makes"),
         (array(np.zeros((2, 3, 8), np.int32)), ValueError, r"have shape \(batch, length\), got \(2, 3, 8\)$"),

@@ -68,6 +68,39 @@ def test_horizon_is_the_nearest_distance_that_holds(
         assert far_mass(slope, score_range, distance - 1, sides) > tolerance * math.exp(-margin)
 
 
+@given(
+    law=st.sampled_from(["log", "sqrt"]),
+    slope=st.floats(0.25, 8),
+    score_range=st.floats(-5, 20),
+    tolerance=st.sampled_from([0.4, 0.01, 2.0**-24]),
+)
+@example(law="sqrt", slope=0.5, score_range=14.0, tolerance=2.0**-24)
+@example(law="log", slope=2.0, score_range=0.0, tolerance=0.01)
+def test_horizon_of_other_laws_is_at_most_one_key_too_far(
+    law: str, slope: float, score_range: float, tolerance: float
+) -> None:
+    (distance,) = horizon(np.float64([slope]), score_range, tolerance=tolerance, law=law)
+    if law == "log" and (slope <= 1 or not math.isfinite(distance)):
+        assert math.isinf(distance)  # the sum is infinite, or the distance beyond all texts
+        return
+
+    def mass(first: float) -> float:
+        """Return the weight of keys from ``first`` on: a sum, and an integral for the rest."""
+        keys = first + np.arange(2.0**18)
+        x = keys[-1] + 0.5
+        if law == "log":
+            rest = (1 + x) ** (1 - slope) / (slope - 1)
+        else:
+            rest = np.exp(-slope * x**0.5) * 2 * (1 + slope * x**0.5) / slope**2
+        penalty = np.log1p(keys) if law == "log" else np.sqrt(keys)
+        return float(np.exp(score_range) * (np.exp(-slope * penalty).sum() + rest))
+
+    assert mass(distance) <= tolerance
+    if distance > 2:
+        margin = distance * 2.0**-19 * (2 + math.log1p(distance))  # what the library adds for rounding's sake
+        assert mass(distance - 2 - margin) > tolerance
+
+
 def test_horizon_defaults_to_the_rounding_of_float32_and_to_causal() -> None:
     slopes = np.float32([0.5, 2.0**-8])
     expected = horizon(slopes, 14.0, tolerance=2.0**-24, is_causal=True)

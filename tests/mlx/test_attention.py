@@ -113,6 +113,22 @@ def test_a_mapped_axis_may_be_empty():
     assert by_slopes(mx.zeros((0, HEADS))).shape == mapped.shape
 
 
+def test_points_are_mapped_and_compiled_with_their_gradients():
+    query, key, value = mx.random.normal((3, 2, 4, 23, 8), key=mx.random.key(0))
+    slopes, points = mx.array([0.5, 0.2, 0.1, 0.0]), mx.random.uniform(0, 9, (2, 23, 2), key=mx.random.key(1))
+
+    def loss(query, key, value, slopes, points):
+        return attention(query, key, value, slopes, positions=points, law="log", is_causal=False).square().sum()
+
+    gradient = mx.grad(loss, argnums=(0, 1, 2, 3))
+    expected = gradient(query, key, value, slopes, points)
+    compiled = mx.compile(gradient)(query, key, value, slopes, points)
+    *mapped, by_slopes = mx.vmap(gradient, in_axes=(0, 0, 0, None, 0))(query, key, value, slopes, points)
+    for found in (compiled, [*mapped, by_slopes.sum(axis=0)]):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_compiled_attention_follows_its_arguments(implementation):
     function = mx.compile(lambda q, k, v, s, o: attention(q, k, v, s, q_offset=o, implementation=implementation))

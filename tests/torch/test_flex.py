@@ -29,6 +29,8 @@ BLOCK, BATCH, HEADS, KV_HEADS, HEAD_DIM = 128, 2, 4, 2, 16
 NAMES = ("query", "key", "value", "slopes", "future_slopes")
 SLOPES = torch.tensor([1.0, 0.25, 0.0, 2.0**-8])
 FUTURE = torch.tensor([0.5, 0.0, 0.125, 1.0])
+PLACES = torch.randn(320, 2, generator=torch.Generator().manual_seed(0)) * 9
+PLACES[3] = torch.nan  # a token without a position
 
 # Names, lengths (queries, keys) and arguments; tensors are made where they are used.
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -75,6 +77,21 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "no horizon": ((300, 300), {"tolerance": 0.0}),
     "negative slopes": ((300, 300), {"slopes": SLOPES - 0.01, "allow_negative_slopes": True}),
     "slopes by batch": ((257, 257), {"slopes": SLOPES * torch.tensor([[1.0], [0.3]])}),
+    "times": ((300, 300), {"positions": PLACES[:300, 0]}),
+    "law": ((257, 257), {"law": "log"}),
+    "law far away": ((140, 300), {"law": "sqrt", "q_offset": 1000, "is_causal": False}),
+    "asymmetric law": ((140, 300), {"law": "log", "is_causal": False, "future_slopes": FUTURE, "window_size": 100}),
+    "points": ((257, 257), {"positions": PLACES[:257], "distance": "euclidean", "is_causal": False}),
+    "points by batch": (
+        (140, 300),
+        {
+            "positions": ((PLACES[4:284] * 5).int().reshape(2, 140, 2), (PLACES[20:] * 5).int()),
+            "distance": "chebyshev",
+            "law": "sqrt",
+            "is_causal": False,
+            "segment_ids": (torch.arange(140) // 100, torch.arange(300) // 90),
+        },
+    ),
     "1000": ((1000, 1000), {}),
     "symmetric 1000": ((1000, 1000), {"is_causal": False}),
 }
@@ -286,7 +303,13 @@ def test_planning_reads_nothing_from_the_device(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", ["one token", "asymmetric", "offset by batch", "pair of segments", "masked rows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("one token", "asymmetric", "offset by batch", "pair of segments", "masked rows"),
+        *("times", "law far away", "points by batch"),
+    ],
+)
 def test_flex_attention_itself_takes_what_it_is_given(name: str) -> None:
     lengths, arguments = CASES[name]
     inputs = tensors(lengths)
@@ -369,7 +392,7 @@ def test_distances_are_exact_at_any_position(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("slopes", [None, SLOPES], ids=["default slopes", "slopes"])
-@pytest.mark.parametrize("name", ["scale", "offset by batch", "segments by batch", "asymmetric"])
+@pytest.mark.parametrize("name", ["scale", "offset by batch", "segments by batch", "asymmetric", "points"])
 def test_plan_and_gradients_are_traced_into_what_the_caller_compiles(
     name: str, slopes: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +427,18 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
             attend(*(x.to(device, dtype) for x in inputs), slopes=None)
     with pytest.raises(NotImplementedError, match=r"by torch\.func; 'tiled' and 'sdpa' and 'dense' can run this call"):
         torch.func.vmap(attend)(*inputs)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_kernel_options_are_those_of_flex_attention() -> None:
+    inputs = tensors((5, 5))
+    found = attend(*inputs, kernel_options={"PRESCALE_QK": False})
+    assert torch.equal(found, attend(*inputs))
+    with pytest.raises(ValueError, match="BACKEND value 'NONE'"):  # FlexAttention's own error
+        attend(*inputs, kernel_options={"BACKEND": "NONE"})
+    with pytest.raises(ValueError, match="kernel_options must be None without implementation='flex', got"):
+        alibi_torch.attention(*inputs, kernel_options={"BACKEND": "FLASH"})
+    assert alibi_torch.explain(*inputs, implementation="flex", kernel_options={}).implementation == "flex"
 
 
 # --- CUDA ----------------------------------------------------------------------------------------------------------

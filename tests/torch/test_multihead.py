@@ -97,6 +97,21 @@ def test_inputs_without_a_batch() -> None:
     torch.testing.assert_close(found, expected(plain, query, key, value, **masks), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_positions_and_their_distance_and_law(need_weights: bool) -> None:
+    plain = nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+    module = AlibiMultiheadAttention(EMBED, HEADS, slopes=SLOPES, batch_first=True, distance="euclidean", law="log")
+    module.load_state_dict(plain.state_dict())
+    x, points = torch.randn(BATCH, Q_LEN, EMBED), torch.randn(BATCH, Q_LEN, 2) * 5
+    bias = alibi_core.bias_from_positions(SLOPES, points, points, distance="euclidean", law="log", is_causal=False)
+    for found, right in zip(
+        module(x, x, x, need_weights=need_weights, positions=points),
+        plain(x, x, x, need_weights=need_weights, attn_mask=bias.flatten(0, 1)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, right)
+
+
 def test_dropout_of_weights_is_pytorchs() -> None:
     module, plain = (x.train() for x in pair(dropout=0.5))
     x = torch.randn(KV_LEN, BATCH, EMBED)

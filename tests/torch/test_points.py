@@ -1,4 +1,4 @@
-"""Positions of the caller's own in PyTorch: transformations, export for any length, memory."""
+"""Positions of the caller's own in PyTorch: transformations, export for any length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from alibi_torch import attention  # noqa: E402
-from benchmarks.harness import peak_growth  # noqa: E402
 
 between = partial(attention, distance="euclidean", is_causal=False)
 SLOPES = torch.tensor([0.5, 0.2, 0.1])
@@ -49,20 +48,3 @@ def test_a_program_with_points_is_exported_for_any_length() -> None:
     shapes = ({2: length},) * 3 + ({1: length},)
     program = torch.export.export(Program(), tuple(problem(50)), dynamic_shapes=shapes).module()
     torch.testing.assert_close(program(*problem(33)), Program()(*problem(33)), rtol=0, atol=1e-6)
-
-
-def long_attention(length: int) -> Any:
-    """Return a call with its gradients, warmed up at a short length."""
-
-    def call(length: int) -> Any:
-        query, key, value = torch.randn(3, 1, 2, length, 16).requires_grad_().unbind()
-        return between(query, key, value, positions=torch.rand(length, 2) * 90).sum().backward()
-
-    call(64)
-    return partial(call, length)
-
-
-def test_memory_grows_with_the_number_of_points_alone() -> None:
-    length = 8192
-    peak = peak_growth("tests.torch.test_points:long_attention", length)
-    assert peak < 100 * 2**20 < 4 * 2 * length**2 / 5  # bytes of the bias

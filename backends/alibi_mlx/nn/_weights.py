@@ -21,7 +21,7 @@ class SavesLayers(nn.Module):
         return mx.save_safetensors(file, dict(tree_flatten(self.parameters())), weights_metadata(self.named_modules()))
 
     def load_weights(self, file_or_weights: Any, strict: bool = True) -> Self:
-        """Load weights, as any module of MLX.
+        """Load weights, as any module of MLX; refuse those of attention layers that compute something else.
 
         Raises:
             ValueError: With ``strict``, also if an attention layer differs from the one that a safetensors file was

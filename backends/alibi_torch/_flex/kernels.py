@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import AttentionCall, penalty, relative_position
 from alibi_core.backend.horizon import nearest_keys
 from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import needs_gradients
@@ -28,22 +28,34 @@ Mod = Callable[..., Tensor]
 
 
 def flex_attention(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: KeyNorms | None = None,
+    kernel_options: dict[str, Any] | None = None,
 ) -> Tensor:
     """Compute a call by FlexAttention, compiled except on a CPU. The call is not empty, and ``refusal`` allows it.
 
     All keys are read once to measure their norms, unless ``norms`` bounds them.
     """
-    attend = functools.partial(_attend, norms)
+    attend = functools.partial(_attend, norms, kernel_options)
     if not torch.compiler.is_compiling() and needs_gradients(query, key, value, call.slopes, call.future_slopes):
         return twice_differentiable(attend, call, query, key, value)
     return attend(call, query, key, value)
 
 
-def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(
+    norms: KeyNorms | None,
+    kernel_options: dict[str, Any] | None,
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
     learns = needs_gradients(call.slopes, call.future_slopes)
-    # Tolerance 0 makes the plan skip all measuring.
-    if visits_all(call):
+    # Tolerance 0 makes the plan skip all measuring. The horizon knows neither points nor laws.
+    if visits_all(call) or not call.is_toeplitz:
         call = replace(call, tolerance=0.0)
     shape, call = query.shape, _one_batch_axis(call)
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
@@ -62,6 +74,7 @@ def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Ten
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
     options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}
+    options |= {} if kernel_options is None else {"kernel_options": kernel_options}
     kernel = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else flex.flex_attention
     result = kernel(query, key, value, score_mod=score_mods["bias"], **options)
     if learns:  # slopes get their gradient from a second attention, see _tangent
@@ -136,19 +149,32 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[st
         mask = F.pad(mask, filling, value=False) if any(filling) else mask
         mask = mask.expand(*call.batch, call.num_heads, call.q_len + q_padding, call.kv_len + kv_padding)
     key_bias = None if call.added_key_bias is None else F.pad(call.added_key_bias, (0, kv_padding))
+    points = None
+    if call.q_points is not None and call.kv_points is not None:
+        # Per dimension, [batch, padded length] of queries and of keys; a subtraction of wide integers cannot wrap.
+        padded = F.pad(call.q_points, (0, 0, 0, q_padding)), F.pad(call.kv_points, (0, 0, 0, kv_padding))
+        least = [torch.float32 if x.is_floating_point() else torch.int64 for x in padded]
+        wide = (x.to(torch.promote_types(x.dtype, y)).unbind(-1) for x, y in zip(padded, least, strict=True))
+        points = list(zip(*wide, strict=True))
 
     def ahead(b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Return key position minus query position, in tokens.
+        """Return key position minus query position, in tokens; in space minus the distance, as everywhere.
 
         In float32, positions are converted once per row and column of a block, not once per score.
         """
+        if points is not None:
+            steps = [keys[b, kv_idx] - queries[b, q_idx] for queries, keys in points]
+            relative = relative_position(call.xp, steps, call.distance, torch.float32)
+            return torch.where(torch.isnan(relative), 0, relative)  # 0 for a token without a position
         position = q_idx + offset[b]
         return kv_idx.to(torch.float32) - position.to(torch.float32) if within_float else kv_idx - position
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the score with its bias, the distance in tokens from the origin of the row, and the direction."""
+        """Return the score with its bias, the penalty from the origin of the row on, and the direction."""
         relative = ahead(b, q_idx, kv_idx)
         distance = relative.abs()
+        if call.law != "linear":
+            distance = penalty(call.xp, distance.to(torch.float32), call.law)
         if nearest is not None:
             distance = distance - nearest[b, h, q_idx]
         distance, rate = distance.to(torch.float32), slopes[b, h]
@@ -187,13 +213,13 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[st
 
 
 def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
-    """Return the distance of each query's nearest key, ``[batch, num_heads, queries]`` int32; None if all are 0.
+    """Return the penalty of each query's nearest key, ``[batch, num_heads, queries]``; None for 0, and for points.
 
-    It is subtracted from the distances of the row: a constant per row cancels in softmax, but if all keys are far away,
-    large distances would cost float32 digits. With ``future_slopes`` the subtraction is a constant only if all keys lie
+    It is subtracted from the penalties of the row: a constant per row cancels in softmax, but if all keys are far away,
+    large penalties would cost float32 digits. With ``future_slopes`` the subtraction is a constant only if all keys lie
     on one side of the query.
     """
-    if call.sees_own_key:
+    if call.sees_own_key or call.q_points is not None:
         return None
     nearest = nearest_keys(call).clamp(min=0)
     if call.future_slopes is not None and (call.mask is not None or call.q_segment_ids is not None):
@@ -201,6 +227,8 @@ def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
         is_outside = (positions < 0) | (positions >= call.kv_len)
         is_outside = is_outside[..., None, :] if is_outside.ndim > 1 else is_outside
         nearest = torch.where(is_outside, nearest, 0)
+    if call.law != "linear":
+        nearest = penalty(call.xp, nearest.to(torch.float32), call.law)
     return F.pad(nearest, (0, q_padding)).expand(*call.batch, call.num_heads, call.q_len + q_padding)
 
 

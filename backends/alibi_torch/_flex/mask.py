@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ def block_mask(
 
     All computation is on the device of ``query``; the host reads no values. ``seq_lengths`` include padding.
     """
+    if is_ordered := call.is_causal and call.q_points is not None:
+        # Any block may hold keys before and after a query: visit all, and mask each score.
+        call = replace(call, is_causal=False)
     first, stop = needed_blocks(call, query, key, norms)
     q_blocks, kv_blocks = (-(-n // BLOCK) for n in (call.q_len, call.kv_len))
     step = torch.arange(kv_blocks, dtype=torch.int32, device=query.device)
@@ -43,7 +47,7 @@ def block_mask(
     indices: list[Tensor | None] = [run(first), None]
     # With a mask or segments, finding full blocks would mean reading them. The decoding kernel splits only the needed
     # blocks among multiprocessors if there is no list of full blocks; with such a list it splits all keys.
-    if call.mask is None and call.q_segment_ids is None and seq_lengths[0] >= SHORT:
+    if call.mask is None and call.q_segment_ids is None and seq_lengths[0] >= SHORT and not is_ordered:
         full_first, full_stop = _full_blocks(call, first, stop, q_blocks)
         counts = [stop - first - (full_stop - full_first), full_stop - full_first]
         # Partial blocks lie before and after the full ones.

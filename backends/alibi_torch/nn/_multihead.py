@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend.checks import one_of
+from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_core.backend.models import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch._internals import in_transform
@@ -33,7 +33,8 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         add_bias_kv: Must be False: the added key is no token and has no position.
         add_zero_attn: Must be False, for the same reason.
         is_causal: Mask keys after the query in every call, whatever the masks are.
-        slopes, future_slopes, learnable_slopes, window_size, implementation: As in :class:`AlibiAttention`.
+        slopes, future_slopes, learnable_slopes, window_size, implementation, distance, law: As in
+            :class:`AlibiAttention`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -66,6 +67,8 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         learnable_slopes: bool = False,
         window_size: int | None = None,
         implementation: str | None = None,
+        distance: str = "manhattan",
+        law: str = "linear",
     ) -> None:
         shape = LayerShape.check(
             embed_dim,
@@ -77,6 +80,8 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             window_size=window_size,
             dropout=dropout,
             bias=bias,
+            distance=distance,
+            law=law,
         )
         for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if given:
@@ -88,6 +93,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         options: dict[str, Any] = {"kdim": kdim, "vdim": vdim, "batch_first": batch_first}
         super().__init__(embed_dim, num_heads, dropout, bias, **options, device=device, dtype=dtype)
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
+        self.distance, self.law = distance, law
         self.shape = shape
         self._register_slopes(self.out_proj.weight.device, learnable=learnable_slopes)
 
@@ -97,6 +103,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         # If this attribute is True, PyTorch's transformer layers skip forward() and run their fused path instead.
         self._qkv_same_embed_dim = False
 
+    @explains_keywords
     def forward(
         self,
         query: Tensor,
@@ -110,6 +117,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         *,
         q_offset: int | Tensor | None = None,
         segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from ``query`` to ``key``.
 
@@ -127,6 +135,8 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             q_offset: Position of the first query, the first key having position 0: an int or a ``[batch]`` integer
                 tensor. Default ``kv_len - q_len``.
             segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
+            positions: ``[batch, length]`` or ``[batch, length, dims]``, explicit positions, or a pair (queries, keys)
+                of them, as in ``attention``.
 
         Returns:
             The output, with the shape of ``query``, and the weights: ``[batch, q_len, kv_len]`` if averaged, else
@@ -137,7 +147,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             ValueError: If a value or shape is wrong.
         """
         options: Any = need_weights, attn_mask, average_attn_weights, is_causal
-        places: dict[str, Any] = {"q_offset": q_offset, "segment_ids": segment_ids}
+        places: dict[str, Any] = {"q_offset": q_offset, "segment_ids": segment_ids, "positions": positions}
         is_self = query is key is value
         if query.is_nested and is_self and key_padding_mask is None:
             return self._nested(query, *options, **places)
@@ -166,6 +176,8 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             is_causal=causal,
             future_slopes=None if causal else self.future_slopes,
             window_size=self.window_size,
+            distance=self.distance,
+            law=self.law,
             mask=mask,
             added_bias=added_bias,
             dropout=self.dropout if self.training else 0.0,
