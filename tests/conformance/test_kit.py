@@ -258,19 +258,6 @@ def test_a_bias_alone_has_laws_of_its_own() -> None:
     assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "conduct"}
 
 
-def test_slopes_of_the_papers_own_code_pass_in_float64() -> None:
-    def papers(num_heads: int) -> list[float]:
-        if num_heads & (num_heads - 1) == 0:
-            start = 2 ** (-(2 ** -(np.log2(num_heads) - 3)))
-            return [start * start**i for i in range(num_heads)]
-        below = 2 ** int(np.log2(num_heads))
-        return papers(below) + papers(2 * below)[0::2][: num_heads - below]
-
-    for dtype in ("float32", "float64"):
-        adapter = only(slopes=lambda n, dtype=dtype: np.asarray(papers(n), dtype), dtype=dtype)
-        assert check(adapter, laws=["slopes"]).passed
-
-
 def test_arguments_go_by_position_where_they_must() -> None:
     def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: Any, q_offset: Any, /) -> Any:
         return Right().attention(query, key, value, slopes, is_causal, q_offset)

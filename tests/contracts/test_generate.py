@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from alibi_core.backend.models import AlibiConfig, Generation
-from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, Framework
-from tests.support.full import once_in_jax, without_jax
+from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, NAMES_SLOW_IN_JAX, Framework
 from tests.support.models import Model, lively_model, make_module
 
 VOCAB_SIZE = 13
@@ -50,7 +49,7 @@ def test_the_likeliest_tokens_follow(name: str) -> None:
     assert generated(name, prompt, 0).shape == (3, 0)
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_rows_end_and_are_filled(name: str) -> None:
     prompt = prompts(3, 5)
     plain = generated("torch", prompt, 9)
@@ -81,7 +80,8 @@ def drawn_from(logits: np.ndarray, temperature: float, top_k: int | None, top_p:
 DRAWN = [(2.0, 8, 0.7), (0.5, None, None), (2.0, 4, None)]
 
 
-@pytest.mark.parametrize(("name", "temperature", "top_k", "top_p"), once_in_jax(NAMES, DRAWN))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), DRAWN)
 def test_tokens_are_drawn_from_the_models_distribution(
     name: str, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
@@ -160,7 +160,7 @@ def test_jax_asks_for_a_key() -> None:
         generated("jax", prompts(1, 1), 1, temperature=1.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_prompts_of_several_lengths_go_on_as_each_would_alone(name: str) -> None:
     prompt, lengths, new = prompts(4, 7), [3, 7, 1, 5], 6
     alone = [model_of(name).generate(prompt[i : i + 1, :n], new)[0] for i, n in enumerate(lengths)]

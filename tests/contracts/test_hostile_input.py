@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.support.frameworks import FRAMEWORKS, NUMPY, STRICT, Framework
-from tests.support.full import in_full
 
 LONGDOUBLES = np.dtype(np.longdouble).itemsize > 8
 ITEMS: dict[str, Any] = {
@@ -170,13 +169,13 @@ def result(framework: Framework, subject: Subject, arguments: dict[str, Any]) ->
 
 
 def cases() -> list[Any]:
-    """Return each function with each library whose arrays it takes; JAX compiles, in ``make test-full`` alone."""
+    """Return each function with each library whose arrays it takes; slow in JAX, which compiles."""
     found = []
     for subject, framework in itertools.product(SUBJECTS, FRAMEWORKS):
         if framework.id != "dask" and subject.module in ("alibi_core", f"alibi_{framework.id}"):
             name = f"{subject.id()}-{framework.id}"
-            case = pytest.param(subject, *framework.values, id=name, marks=framework.marks)
-            found.append(in_full(case) if framework.id == "jax" else case)
+            marks = [*framework.marks, *([pytest.mark.slow] if framework.id == "jax" else [])]
+            found.append(pytest.param(subject, *framework.values, id=name, marks=marks))
     return found
 
 

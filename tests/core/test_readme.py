@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 import alibi_core
-from tests.support.full import in_full
 
 ROOT = Path(__file__).parents[2]
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
@@ -43,8 +42,8 @@ def examples() -> list[Any]:
     texts = {f"README, {HEADING.findall(section)[0]}": section for section in sections if BLOCK.search(section)}
     texts |= {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES[1:]}
     found = {name: BLOCK.findall(text) for name, text in texts.items()}
-    parameters = {name: pytest.param(name, blocks, id=name) for name, blocks in found.items() if blocks}
-    return [x if name.startswith("README") else in_full(x) for name, x in parameters.items()]
+    marks = {name: [] if name.startswith("README") else [pytest.mark.slow] for name in found}
+    return [pytest.param(name, blocks, id=name, marks=marks[name]) for name, blocks in found.items() if blocks]
 
 
 @pytest.mark.parametrize(("name", "blocks"), examples())

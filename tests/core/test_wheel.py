@@ -19,7 +19,7 @@ import pytest
 
 from tests.core.test_readme import BLOCK, NEEDS, README, ROOT
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 EXTRAS = ("", "torch", "jax", "mlx", "transformers", "conformance", "plot")
 RUN_BLOCKS = """
 import doctest, json, sys

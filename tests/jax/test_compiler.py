@@ -28,7 +28,7 @@ print(json.dumps([any(wrong(length, barrier) for length in (64, 96, 128, 192))
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the library's kernels differ by processor")
 def test_the_compiler_still_needs_the_workaround() -> None:
     run = subprocess.run([sys.executable, "-c", REDUCED], capture_output=True, text=True, check=True)

@@ -21,7 +21,7 @@ import pytest
 from tests.support.tpu import collectives, devices_of, pretend
 
 MISSING = [name for name in ("jax", "flax", "libtpu") if importlib.util.find_spec(name) is None]
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")]
 
 TOPOLOGIES = {"v5e:2x2": "v5litepod-4", "v5p:2x2x1": "v5p-8", "v6e:2x2": "v6e-4"}  # and the machines that have them
 BYTES = {"bfloat16": 2, "float32": 4}

@@ -26,7 +26,7 @@ pytest.importorskip("torch")
 import torch
 
 MISSING = importlib.util.find_spec("triton") is None
-pytestmark = [pytest.mark.full, pytest.mark.skipif(MISSING, reason="triton is not installed")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING, reason="triton is not installed")]
 
 SHARED = 232_448  # bytes that a block of threads may have on an H100
 LENGTH = 4096
