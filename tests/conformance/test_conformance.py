@@ -48,8 +48,8 @@ def in_libraries() -> list[BackendAdapter]:
 
 ADAPTERS = [*in_libraries(), *installed_adapters(dtypes=None)]
 
-# All laws of float32 and bfloat16 by default implementations; of JAX, which compiles each case, those that others do
-# not repeat: ``combined`` has the laws of one feature, and tests/contracts/test_tiled.py long rows and some gradients.
+# Default implementations keep all laws in float32 and bfloat16. JAX compiles each case, so it leaves out laws that
+# other tests repeat: ``combined`` has the laws of one feature, tests/contracts/test_tiled.py long rows and gradients.
 QUICK = ("alibi_core", "alibi_core[array_api_strict]", "alibi_torch[tiled]", "alibi_mlx[tiled]")
 QUICK_IN_JAX = (
     "slopes",

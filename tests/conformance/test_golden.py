@@ -38,7 +38,7 @@ def tensors(golden: Path) -> dict[str, np.ndarray]:
 
 
 def computed(case: dict[str, Any], tensors: dict[str, np.ndarray], adapter: Any) -> dict[str, np.ndarray]:
-    """Return what an adapter makes of a case: a program that has read FORMAT.md."""
+    """Return an adapter's results for a case, as FORMAT.md asks of a program."""
     known = case["arguments"]
     if not set(case["features"]) <= adapter.features:
         return {}
@@ -76,7 +76,7 @@ def computed(case: dict[str, Any], tensors: dict[str, np.ndarray], adapter: Any)
 
 @pytest.fixture(scope="module")
 def right(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """What a right implementation computes, by dtype."""
+    """The results of a right implementation, by dtype."""
     return {dtype: results_of(index, tensors, Mistaken(dtype=dtype)) for dtype in DTYPES}
 
 

@@ -33,7 +33,7 @@ def attended(query: Any, key: Any, value: Any, bias: Any, hidden: Any) -> Any:
 
 
 class Right:
-    """Attention in ten lines, as somebody would write it who has read README."""
+    """Attention in ten lines, as a reader of README writes it."""
 
     def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
         back = np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])

@@ -21,7 +21,7 @@ SAME = {
     "signed: key-only": "bloom contract",
     "diagonal block dropped: 256": "last partial block dropped",  # the same in texts of less than a block
 }
-# Sums rounded in an order that nobody knows, and sizes that few probes have: the report says where results are off.
+# The order of rounded sums is unknown, and few probes have such sizes: the report says where results are off.
 MEASURED = (
     "scores",
     "products",
@@ -55,7 +55,7 @@ def test_a_mistake_breaks_a_law_and_is_named(name: str) -> None:
     keys = [x.key for x in report.diagnoses]
     assert keys
     if not name.endswith(MEASURED):
-        # Of a number, a nearby one may explain the same answers.
+        # The same mistake with a nearby number may explain the same answers.
         assert {x.partition(":")[0] for x in keys} <= {name.partition(":")[0], SAME.get(name)}
 
 

@@ -401,7 +401,7 @@ def test_a_bias_in_two_libraries_is_refused() -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_slopes_of_numpy_serve_every_library(framework: Framework) -> None:
-    """A few numbers, of which nothing is to be learned: those of NumPy do, whatever their precision and layout."""
+    """Slopes without gradients may be arrays of NumPy, of any precision and layout."""
     numbers = np.asarray([0.5, 0.2, 0.1], np.float64)[::-1]
     numbers.setflags(write=False)
     positions, tensor = framework.array(np.arange(4)), framework.array(np.ones((3, 4, 2), np.float32))

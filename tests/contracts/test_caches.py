@@ -25,7 +25,7 @@ SIZES = BATCH, KV_HEADS, 512, HEAD_DIM
 SMALL = BATCH, KV_HEADS, 8, HEAD_DIM
 SCALE = HEAD_DIM**-0.5
 STEEP = (4.0, 2.5, 1.0, 0.7)
-MIXED = (1.0, 0.125, 0.0, 3.0)  # a head that keeps everything, and one that must for the other of its group
+MIXED = (1.0, 0.125, 0.0, 3.0)  # slope 0 needs every key; the other head of its group shares its keys
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ class Machine(RuleBasedStateMachine):
     def append_and_attend(
         self, new: int, giant: float, is_ragged: bool, hidden: str | None, window_size: Any, tolerance: Any
     ) -> None:
-        """Append tokens, of which some may not count, and compare what their queries find with each row alone."""
+        """Append tokens, some of them padding, and compare the results of their queries with each row alone."""
         batch, longest = len(self.rows), max(self.held)
         if longest + new > 400:
             return

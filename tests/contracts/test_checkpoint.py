@@ -73,7 +73,7 @@ def make(family: str, options: dict[str, Any]) -> Any:
 
 
 def edited(directory: Path, target: Path, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
-    """Return a copy of a checkpoint with other tensors or another config, entries of which go where None is given."""
+    """Return a copy of a checkpoint with other tensors or entries of the config; None removes an entry."""
     target.mkdir(exist_ok=True)
     entries = json.loads((directory / "config.json").read_text())
     for name, value in config.items():
@@ -106,7 +106,7 @@ def tokens(batch: int = 2, length: int = LENGTH) -> np.ndarray:
 
 
 def exact_bias(mask: Any, num_heads: int, dtype: Any) -> Any:
-    """Return what Falcon's own function would, did it not round: the canonical slopes times positions."""
+    """Return the bias of Falcon's own function without its rounding: the canonical slopes times positions."""
     positions = ((mask.cumsum(-1) - 1) * mask)[:, None, :].double()
     bias = torch.from_numpy(alibi_core.slopes(num_heads, dtype=np.float64))[:, None] * positions
     return bias.reshape(-1, 1, mask.shape[1]).to(dtype)

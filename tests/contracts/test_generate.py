@@ -30,7 +30,7 @@ def prompts(batch: int, length: int) -> np.ndarray:
 
 
 def generated(name: str, prompt: np.ndarray, new: int, *, seed: int | None = None, **options: Any) -> np.ndarray:
-    """Return what a model adds to a prompt."""
+    """Return the tokens that a model adds to a prompt."""
     found = model_of(name).generate(prompt, new, seed, **options)
     assert np.array_equal(found[:, : prompt.shape[1]], prompt)
     return found[:, prompt.shape[1] :]
@@ -40,7 +40,7 @@ def generated(name: str, prompt: np.ndarray, new: int, *, seed: int | None = Non
 def test_the_likeliest_tokens_follow(name: str) -> None:
     prompt = prompts(3, 5)
     found = generated(name, prompt, 9)
-    # What follows a prefix does not change the logits at it, so one pass over the text checks every choice.
+    # Later tokens do not change the logits of a prefix, so one pass over the text checks every choice.
     text = np.concatenate([prompt, found], axis=1)
     assert np.array_equal(found, model_of(name)(text)[:, 4:-1].argmax(axis=-1))
     assert len(np.unique(found)) > 3  # it said something

@@ -39,7 +39,7 @@ DTYPES = ("bool", "int8", "uint16", "uint32", "int64", "uint64", "float16", "flo
 
 
 def hostile_values(framework: Framework, like: Any) -> dict[str, Any]:
-    """Return what is to be tried for an argument, by name; ``like`` is a good value of it."""
+    """Return hostile values of an argument, by name; ``like`` is a good value."""
     shape = tuple(like.shape) if hasattr(like, "dtype") else (2,)
     values = dict(ITEMS)
     for dtype in DTYPES:
@@ -143,7 +143,7 @@ SUBJECTS = (
 
 
 def plain(framework: Framework, value: Any) -> Any:
-    """Return what a value stands for that was taken: Python's number, or an array of the most common dtype."""
+    """Return the plain form of a value that was accepted: Python's number, or an array of the most common dtype."""
     if isinstance(value, np.generic):
         return value.item()
     if not hasattr(value, "shape") or isinstance(value, np.dtype):

@@ -219,7 +219,7 @@ REFUSED = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)
 def test_a_layer_refuses(name: str, given: dict[str, Any], message: str) -> None:
-    """Of arrays the shape is given, of a cache its sequences and tokens."""
+    """``given`` has shapes of arrays, and the sequences and tokens of a cache."""
     options, array = dict(given), FRAMEWORK[name].array
     x = array(np.ones(options.pop("x", (2, 11, 30))))
     layer = make_layer(name, **SIZES, is_causal=options.pop("is_causal", True))

@@ -55,7 +55,7 @@ def dense(backend: Backend) -> Backend:
 
 
 def inputs_of(case: Case) -> dict[str, np.ndarray]:
-    """Return what gradients are asked for, named as the arguments are."""
+    """Return the differentiated inputs, by argument."""
     inputs = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
     future = case.arguments.get("future_slopes")
     return inputs if future is None else inputs | {"future_slopes": future}
@@ -122,7 +122,7 @@ def test_gradients_are_exact_whichever_are_asked_for(
 
 
 def hiding() -> dict[str, dict[str, Any]]:
-    """Return what hides keys of 64 from some queries, by name."""
+    """Return arguments that hide some of 64 keys from some queries, by name."""
     found: dict[str, dict[str, Any]] = {}
     for (name, spans), ids in itertools.product(SPANS.items(), ([0, 1, 2, 3], [0, 1, 0, 1])):
         of_tokens = (np.asarray(ids)[(np.arange(64)[:, None] >= np.asarray(x)).sum(axis=1)] for x in spans)

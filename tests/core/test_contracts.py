@@ -39,7 +39,7 @@ def modeling(family: str) -> Any:
 
 
 def added(torch: Any, family: str, num_heads: int, padding_mask: np.ndarray, dtype: str) -> Any:
-    """Return what the model's own function builds, ``[batch, num_heads, 1, kv_len]``."""
+    """Return the bias of the model's own function, ``[batch, num_heads, 1, kv_len]``."""
     batch, kv_len = padding_mask.shape
     if family == "mpt":
         return modeling("mpt").build_mpt_alibi_tensor(num_heads, kv_len).expand(batch, num_heads, 1, kv_len)
@@ -155,7 +155,7 @@ def test_falcons_product_is_rounded_like_bfloat16s_at_any_position(torch: Any) -
 
 
 def every_bias(xp: Any, contract: str, q_positions: Any, kv_positions: Any, dtype: Any) -> tuple[Any, ...]:
-    """Return what each function gives for 12 heads; with MPT, which has none of positions, those of lengths alone."""
+    """Return the bias of each function for 12 heads; MPT has only functions of lengths."""
     options = {"contract": contract, "dtype": dtype}
     results = [alibi_core.slopes(12, xp=xp, **options), alibi_core.key_bias(12, 700, xp=xp, **options)]
     results += [alibi_core.bias(12, *lengths, xp=xp, **options) for lengths in ((5, 700), (7, 5))]

@@ -27,7 +27,7 @@ def in_dtypes(frameworks: list[Any], cases: Any) -> list[Any]:
 
 
 def positions(q_len: int, kv_len: int) -> np.ndarray:
-    """Return what keys are to be counted as: from the middle of the queries."""
+    """Return the positions of keys, counted from the middle of the queries."""
     return np.arange(kv_len) - (kv_len - 1 - min(q_len, kv_len) // 2)
 
 

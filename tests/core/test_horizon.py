@@ -32,7 +32,7 @@ FIELDS = ("first", "stop", "past", "future")
 
 
 def far_mass(slope: float, score_range: float, distance: float, sides: int) -> float:
-    """What keys from ``distance`` on weigh at most, the own key being 1: every one of them scores higher by the range.
+    """The largest weight of all keys from ``distance`` on, beside 1 for the own key: each scores higher by the range.
 
     A sum of 60 e-folds, one key at a time; the rest is below 2**-80 of it.
     """
@@ -57,10 +57,10 @@ def test_horizon_is_the_nearest_distance_that_holds(
     distance = float(tokens[0])
     assert distance >= 0
     assert distance.is_integer()
-    # Four float32 operations on terms of this size, of which the slope is exact.
+    # Four float32 operations on terms of this size; the slope is exact.
     rounding = 2.0**-22 * (abs(score_range) + abs(math.log(tolerance)) + abs(math.log(-math.expm1(-slope))) + 1)
     assert far_mass(slope, score_range, distance, sides) <= tolerance * (1 + rounding)
-    # What the library adds for rounding's sake: 2**-20 of the distance.
+    # The library adds 2**-20 of the distance, for rounding.
     if distance > 0:
         margin = rounding + slope * (distance - 1) * 2.0**-20
         assert far_mass(slope, score_range, distance - 1, sides) > tolerance * math.exp(-margin)
@@ -113,7 +113,7 @@ def test_horizon_is_infinite_where_the_bias_does_not_fall_or_nothing_may_be_lost
     assert np.isposinf(horizon(slopes, -1e9)).tolist() == [True, True, True, False]
     assert np.all(np.isposinf(horizon(slopes, 3.0, tolerance=0)))
     assert horizon(slopes[None], np.float32([[1.0], [2.0]]), tolerance=0.0).shape == (2, 4)
-    smallest = 5e-324  # of which a half is 0
+    smallest = 5e-324  # its half is 0
     assert np.isposinf(horizon(slopes, 3.0, tolerance=smallest, is_causal=False)).all()
 
 
@@ -193,7 +193,7 @@ class Scene:
 
     @cached_property
     def measured(self) -> dict[str, np.ndarray]:
-        """What a backend would measure of tokens, in float32: norms of queries and keys, and own scores.
+        """The measurements of a backend in float32: norms of queries and keys, and own scores.
 
         A vector may be subtracted from all keys before.
         """
@@ -361,7 +361,7 @@ def test_no_token_can_be_spared_in_the_worst_case(tolerance: float, slope: float
     plan = {name: int(x[0, 0, 0]) for name, x in values(fields_of(call, measured, 1, kv_len, tolerance)).items()}
 
     def mass(distance: int) -> float:
-        """What keys from a distance on weigh, as a multiple of the own key."""
+        """The weight of all keys from a distance on, as a multiple of the own key's."""
         return sum(math.exp(2 * size - float(slopes[0]) * abs(j - p)) for j in range(kv_len) if abs(j - p) >= distance)
 
     assert plan["first"] == max(0, p - plan["past"] + 1)

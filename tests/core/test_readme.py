@@ -23,7 +23,7 @@ MOST_LINES = 150  # of README
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", flags=re.MULTILINE)
 
-# What an example needs, by what it says.
+# Modules that an example needs, each with a pattern of its text.
 NEEDS = {
     "torch": r"\b(?:alibi_)?torch\b",
     "jax": r"\b(?:alibi_)?jax\b",
@@ -52,7 +52,7 @@ def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPa
     for module, said in NEEDS.items():
         if any(re.search(said, block) for block in blocks):
             pytest.importorskip(module, reason=f"the examples of {name} need {module}")
-    # What an example of several processes asks for: here they are one.
+    # Environment of an example of several processes, for one process.
     for variable, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(variable, value)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -397,7 +397,7 @@ def test_linen_masks_are_respected() -> None:
     "padding", ["left", pytest.param("right", marks=pytest.mark.slow), pytest.param("none", marks=pytest.mark.slow)]
 )
 def test_linen_decoding_equals_prefill(max_length: int, padding: str) -> None:
-    # The long cache is there for precision: counted from its end, distances would outweigh the scores. What is padded
+    # The long cache is there for precision: counted from its end, distances would outweigh the scores. Padding
     # on the right may not see itself, while the other sequence goes on.
     x, module, places = inputs(TOTAL), linen_module(decode=True), np.arange(max_length)
     is_real = np.stack([places >= 0, {"left": places >= 3, "right": places < PROMPT, "none": places >= 0}[padding]])
@@ -505,7 +505,7 @@ def test_alibi_works_in_the_attention_module_of_nnx() -> None:
         assert_within(np.asarray(output, np.float64), rows(answer, i, i + 1))
 
 
-# --- What is too large or not to be had -----------------------------------------------------------------------------
+# --- Sizes that are too large, and missing implementations ----------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_a_scan_decodes_in_one_program_what_attention_gives() -> None:
     scanned = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens))
     cache, found = scanned(first, tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value)))
     expected = attention(query, key, value, SLOPES, tolerance=0.0, implementation="dense")
-    # What is left out weighs 2**-24 of values of up to 5; the rest is rounding.
+    # Keys that are left out weigh 2**-24 of values of up to 5; the rest is rounding.
     np.testing.assert_allclose(jnp.swapaxes(found, 0, 1), expected, rtol=0, atol=4e-6)
     assert jax.tree.structure(cache) == jax.tree.structure(first)
     assert [x.shape for x in jax.tree.leaves(cache)] == [x.shape for x in jax.tree.leaves(first)]

@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 
 FIRST_WRONG = (0, 10, 2)
 
-# In a process of its own, as it reads beyond an array. What is there decides what comes out, so several lengths.
+# In a process of its own, because it reads beyond an array. Results depend on the memory there, so several lengths.
 REDUCED = """
 import json
 import jax, jax.numpy as jnp

@@ -58,7 +58,7 @@ def test_gradients_asked_for_alone_of_dense_attention_are_right(name: str) -> No
     assert not departures(asked(name), Backend(JAX, "alibi_jax", "dense"))[0]
 
 
-# What a user's own program adds to a fusion: a sum or a maximum of what comes out.
+# A user's program may add a sum or a maximum of the result to a fusion.
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["tiled", "dense"])
 @pytest.mark.parametrize(("constant", "form"), [("value", "causal"), ("key", "symmetric")])

@@ -168,7 +168,7 @@ def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
         ValueError, match="slopes must be given, or head_axis, where query is divided along 'other' too"
     ):
         _inside(functools.partial(parallel.attention, axis_name="tokens"), mesh, *tensors, spec=spec)
-    with pytest.raises(ValueError, match="where query is divided along 'other' too"):  # which nobody can tell here
+    with pytest.raises(ValueError, match="where query is divided along 'other' too"):  # a device's heads are unknown
         jax.shard_map(
             functools.partial(parallel.attention, axis_name="tokens"),
             mesh=mesh,

@@ -61,7 +61,7 @@ def test_a_program_for_any_batch_is_exact_in_many_tiles() -> None:
     program = export.export(jax.jit(lambda *x: gradients("tiled", *x)))(*described, slopes)
     expected = jax.jit(lambda *x: gradients("dense", *x))(query, key, value, slopes)
     for found, exact in zip(program.call(query, key, value, slopes), expected, strict=True):
-        # Of slopes, these are sums over 2 * 700 queries, in another order.
+        # Gradients of slopes are sums over 2 * 700 queries, in another order.
         np.testing.assert_allclose(found, exact, rtol=0, atol=1400 * 2.0**-24 * max(4.0, float(np.abs(exact).max())))
 
 
@@ -84,7 +84,7 @@ def test_gradients_of_scores_beyond_what_float32_counts(implementation: Any) -> 
     query, key, value, weight = np.random.default_rng(0).standard_normal((4, 1, 400, 2, 32))
     tensors = [jnp.asarray(x, jnp.float32) for x in (1e4 * query, 1e4 * key, value)]
     by_query, by_key, by_value = tensor_gradients(tensors, jnp.asarray(weight, jnp.float32), implementation)
-    # What is exactly 0 is a difference of sums of 32 products of up to 16, times a key, or as many queries.
+    # The exact 0 is a difference of sums of 32 products of up to 16, times a key, or times all queries.
     assert np.abs(by_query).max() <= 5e4 * 32**-0.5 * 32 * 16 * 2.0**-24
     assert np.abs(by_key).max() <= 400 * 5e4 * 32**-0.5 * 32 * 16 * 2.0**-24
     assert np.all(np.abs(np.asarray(by_value)) <= np.abs(weight).sum(axis=1, keepdims=True))
@@ -149,7 +149,7 @@ FORMS: dict[str, dict[str, Any]] = {
 )
 @BOTH
 def test_what_is_not_needed_is_not_read(implementation: Any, form: str) -> None:
-    """Values do not decide what is needed, and cotangents do not, so that those that are not needed may be poison."""
+    """Values and cotangents do not decide which keys are needed, so unneeded ones may be poison."""
     length, slopes = 1900, jnp.asarray([1.0, 0.7] if form != "window" else [0.0, 0.3])
     query, key, value, weight = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1, length, 2, 8)), jnp.float32)
 

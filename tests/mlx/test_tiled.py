@@ -90,5 +90,5 @@ def test_memory_grows_with_the_length_alone(form: dict[str, Any], compiled: bool
         mx.eval(both(*tensors))  # what is made only once
         rows[length] = peak(lambda: both(*tensors))  # noqa: B023
     scores = 4 * 2 * 2048**2
-    assert rows[2048] < scores  # of which attention that held them would hold several times as many
+    assert rows[2048] < scores  # attention that holds all scores takes several times as much
     assert rows[2048] < 2.5 * rows[1024]

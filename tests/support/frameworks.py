@@ -134,7 +134,7 @@ class Backend:
         return self.layout(self.framework.numpy(result))
 
     def explain(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str, **arguments: Any) -> Any:
-        """Return what the backend's ``explain`` says of a call, having checked that its horizons are NumPy's."""
+        """Return the backend's explanation of a call, and check that its horizons are NumPy's."""
         tensors = self.place(query, key, value, slopes, dtype=dtype)
         said = importlib.import_module(self.module).explain(*tensors, **self.framework.placed(arguments))
         assert type(said.horizons) is np.ndarray

@@ -77,7 +77,7 @@ CASES = {
         Case(197, 4, seed=2, large=(("key", 0, 0, 6),)),
         Case(250, 4, seed=3, large=(("key", 3, 1, 2), ("key", 2, 0, 4)), is_causal=False),
         Case(250, 2, seed=4, shift=1.0),
-        # Keys of far shards that are all what queries look for, beyond nearer ones that are not.
+        # Queries look for the keys of far shards alone, beyond nearer keys.
         Case(80, 4, seed=5, slopes=(2.0, 1.0), kv_heads=1, drift=120.0),
     ],
     "long": [LONG, replace(LONG, is_causal=False, dtype="bfloat16")],
@@ -91,7 +91,7 @@ def group_of(size: int) -> Any:
 
 
 def gathered(value: Any, group: Any) -> list[Any]:
-    """Return what all processes of a group have, on all of them."""
+    """Return the values of all processes of a group, on each of them."""
     found = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
@@ -118,7 +118,7 @@ def run(case: Case, group: Any, **options: Any) -> dict[str, np.ndarray]:
     local = {}
     for name, array in case.arrays().items():
         axis = 1 if name == "ids" else 2
-        # What is no token is to make no difference.
+        # Places without a token must make no difference.
         filling = [(0, room - n if a == axis else 0) for a, n in enumerate(array.shape)]
         padded = np.pad(array, filling) if name == "ids" else np.pad(array, filling, constant_values=np.nan)
         part = padded[:, mine] if name == "ids" else padded[:, :, mine]
@@ -245,7 +245,7 @@ def heads_and_tokens() -> int:
 
 
 class Block(torch.nn.Module):
-    """What models are made of."""
+    """A block of a model."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ def work(rank: int, store: str, names: list[str]) -> None:
 
 
 def main(*names: str) -> int:
-    """Start the processes, copies of this one that need not load PyTorch again; each prints its lines."""
+    """Start the processes by fork, so that none loads PyTorch again; each prints its lines."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         store, checks = f"{folder}/store", [*(names or CHECKS)]

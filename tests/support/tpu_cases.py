@@ -33,7 +33,7 @@ def replaced(case: Case, *, arguments: dict[str, Any] | None = None, **arrays: n
 
 
 def plain(sizes: Sizes, *, seed: int = 0, slopes: Any = None, arrays: dict[str, np.ndarray] | None = None) -> Case:
-    """Return a causal case of which tests replace what they are about."""
+    """Return a causal case; tests replace the fields that they are about."""
     case = Case(sizes, "causal", None, None, None, None, slopes_per_batch=False, seed=seed)
     arrays = {} if arrays is None else arrays
     return replaced(case, **arrays, **({} if slopes is None else {"slopes": np.asarray(slopes, np.float64)}))

@@ -16,7 +16,7 @@ import alibi_torch  # noqa: E402
 from alibi_torch import AlibiAttention, AlibiBias  # noqa: E402
 
 IMPLEMENTATIONS = ["tiled", "sdpa", "dense"]
-ON_A_GPU = ["sdpa", "dense"]  # of these, those that run there; FlexAttention has tests of its own
+ON_A_GPU = ["sdpa", "dense"]  # implementations that run there; FlexAttention has tests of its own
 
 
 def tensors(*lengths: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def both(model: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def allowed() -> float:
-    """What float64 may lose: as much less than float32 loses as its rounding is finer."""
+    """The error of float64: float32's, times the ratio of their roundings."""
     model, tokens = made(llama()), tokens_of(2, 40)
     model.set_attn_implementation(DENSE)
     with torch.no_grad():

@@ -39,7 +39,7 @@ def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
         cache.append(*held)
         step(inference=True)
         step()
-        held[0, :, :, 50] *= 30.0  # which nobody would know of: keys are not to be written to
+        held[0, :, :, 50] *= 30.0  # a forbidden write, which the cache does not notice
         cache.truncate(30)
         cache.append(*held[:, :, :, 30:])
         step()
@@ -140,7 +140,7 @@ def test_what_is_of_another_device_or_dtype_is_refused() -> None:
 @pytest.mark.parametrize("form", ["packed", "integers"])
 def test_a_quantized_layer_makes_a_cache_of_what_its_projections_give(form: str) -> None:
     class Quantized(torch.nn.Module):
-        """What a library puts in the place of a projection."""
+        """A library's replacement of a projection."""
 
         def __init__(self, linear: torch.nn.Linear) -> None:
             super().__init__()

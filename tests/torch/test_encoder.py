@@ -319,7 +319,7 @@ def _described(model: nn.Module) -> Any:
 
 
 class _CountingEmbeddings(BertEmbeddings):
-    """Embeddings that tell positions in a way that nobody announces."""
+    """Embeddings that tell positions, without an entry of the config that says so."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         embedded = super().forward(*args, **kwargs)

@@ -158,7 +158,7 @@ def assert_exact(inputs: Sequence[torch.Tensor], arguments: dict[str, Any], roun
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return which blocks are named by lists, of which the first ``counts`` entries count: ``[..., rows, columns]``."""
+    """Return which blocks the first ``counts`` entries of each list name: ``[..., rows, columns]``."""
     result = torch.zeros(indices.shape, dtype=torch.bool)
     for index in itertools.product(*map(range, indices.shape[:-1])):
         chosen = indices[index][: int(counts[index])].tolist()

@@ -119,7 +119,7 @@ def triton_of(graph: Any, inputs: list[Any]) -> str:
 
 
 def compiled(name: str, source: str, target: Any) -> dict[str, Any]:
-    """Return what the compilers say of a kernel."""
+    """Return the compilers' report on a kernel."""
     import triton
     from torch._inductor.codecache import PyCodeCache
 

@@ -33,14 +33,14 @@ def pair(**options: Any) -> tuple[AlibiMultiheadAttention, nn.MultiheadAttention
 
 
 def as_numbers(mask: Tensor | None) -> Any:
-    """Return a mask as what is to be added to scores."""
+    """Return a mask as numbers to add to scores."""
     return mask if mask is None or mask.dtype != torch.bool else torch.zeros(mask.shape).masked_fill(mask, -math.inf)
 
 
 def expected(
     plain: nn.MultiheadAttention, *tensors: Tensor, attn_mask: Any = None, padding: Any = None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what PyTorch's module answers where the bias is added to its mask."""
+    """Return the results of PyTorch's module with the bias added to its mask."""
     length = 0 if tensors[0].ndim == 2 else int(plain.batch_first)
     q_len, kv_len = tensors[0].shape[length], tensors[1].shape[length]
     batch = tensors[0].shape[1 - length] if tensors[0].ndim == 3 else 1

@@ -33,7 +33,7 @@ SLOW = ("two processes", "four processes", "long")
 
 @functools.cache
 def found(*names: str) -> dict[str, list[dict[str, Any]]]:
-    """Return what all processes found, by check."""
+    """Return the results of all processes, by check."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.support.parallel_processes", *names],
         capture_output=True,

@@ -324,7 +324,7 @@ def along(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
 
 
-# Of a function of one array to a number; x is two such arrays.
+# Second derivatives of a function of one array to a number; x is two such arrays.
 SECOND: dict[str, Callable[..., Any]] = {
     "jacrev of jacrev": lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x[0]),
     "jacfwd of jacrev": lambda f, x: torch.func.jacfwd(torch.func.jacrev(f))(x[0]),

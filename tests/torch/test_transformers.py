@@ -667,7 +667,7 @@ def test_a_broken_kernel_is_refused(name: str, broken: Callable[[Any], Any], mon
 
 
 def test_an_argument_of_a_layer_that_was_renamed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The next release calls the cache by a name that nobody knows yet.
+    # The next release calls the cache by an unknown name.
     model, kind = model_of("mpt"), type(layers_of(model_of("mpt"))[0])
     own = kind.forward
 
@@ -688,7 +688,7 @@ def test_an_argument_of_a_layer_that_was_renamed_is_refused(monkeypatch: pytest.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_proof_allows_for_rounding(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    for model in (model_of(name), MODELS[name]()):  # of large weights and of those that a model begins with
+    for model in (model_of(name), MODELS[name]()):  # large weights, and initial weights
         accelerate(model.to(dtype).train(), strict=True)
         assert model.training
 
