@@ -319,8 +319,9 @@ def linear_bias(
     relative: Any,
     visible: Any | None,
     *,
+    reach: Any | None = None,
+    out: Any | None = None,
     is_causal: bool,
-    nearest: Any | None = None,
     is_positive: bool = False,
     law: str = "linear",
 ) -> Any:
@@ -332,29 +333,41 @@ def linear_bias(
         future_slopes: The slopes where ``relative > 0``, in the shape of ``slopes``; None to use ``slopes`` there too.
         relative: Key minus query positions, which broadcast against ``[..., num_heads, q_len, kv_len]``.
         visible: Booleans that broadcast against the same shape, False where masked; None if nothing is masked.
+        reach: From :func:`reach_of`. Default: computed here, with a bias of 0 at distance 0.
+        out: An array of the result's shape to write it to if nothing is masked, in a library that can.
         is_causal: Whether ``visible`` is False wherever ``relative > 0``.
-        nearest: Distances, broadcasting against the same shape, at which the bias is 0; None for 0.
         is_positive: Whether the slopes are known to be positive constants.
         law: How the penalty grows with the distance.
     """
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
-    if law != "linear":
-        # From here on "relative" is minus the penalty.
-        relative = 0 - _penalty_of(xp, xp.abs(relative), law, slopes.dtype)
-        nearest = None if nearest is None else _penalty_of(xp, nearest, law, slopes.dtype)
-    # If causal, future keys are masked later, so abs() is not needed. `0 - abs(x)` avoids the -0.0 of `-abs(x)`.
-    reach = relative if is_causal or law != "linear" else 0 - xp.abs(relative)
-    reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
+    if reach is None:
+        reach = reach_of(xp, relative, None, slopes.dtype, is_causal=is_causal, law=law)
     # No mask, so no -inf: one product.
     if visible is None:
-        return rates * reach
+        return rates * reach if out is None else xp.multiply(rates, reach, out=out)
     if is_positive or (computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0))):
         # One pass over the large array instead of two. Not for slopes of 0 (0 * inf is NaN), nor if slopes need a
         # gradient, which would multiply by this infinity.
         return rates * xp.where(visible, reach, float("-inf"))
     return rates * xp.where(visible, reach, 0.0) + xp.where(visible, xp.zeros_like(reach), float("-inf"))
+
+
+def reach_of(
+    xp: Namespace, relative: Any, nearest: Any | None, dtype: DType, *, is_causal: bool, law: str = "linear"
+) -> Any:
+    """Return ``law(nearest) - law(|relative|)`` in ``dtype``: the bias of slopes of 1, whatever is masked.
+
+    ``nearest`` are distances, broadcasting against ``relative``, at which the bias is 0; None for 0.
+    """
+    if law != "linear":
+        # From here on "relative" is minus the penalty.
+        relative = 0 - _penalty_of(xp, xp.abs(relative), law, dtype)
+        nearest = None if nearest is None else _penalty_of(xp, nearest, law, dtype)
+    # If causal, future keys are masked later, so abs() is not needed. `0 - abs(x)` avoids the -0.0 of `-abs(x)`.
+    reach = relative if is_causal or law != "linear" else 0 - xp.abs(relative)
+    return astype(xp, reach if nearest is None else reach + nearest, dtype)
 
 
 def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:

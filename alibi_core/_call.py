@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from alibi_core._arrays import (
     Array,
@@ -23,7 +23,7 @@ from alibi_core._arrays import (
     namespace_of,
     signed,
 )
-from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
+from alibi_core._bias import linear_bias, place_slopes, reach_of, relative_positions, with_head_axis, working_dtype
 from alibi_core._distance import DISTANCES, LAWS, check_order, may_have_nan, points_of_call, relative_points
 from alibi_core._mask import boolean_mask, with_score_axes
 
@@ -32,6 +32,15 @@ LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
 FARTHEST = 2**30  # tokens; offsets in arrays are clipped to this size, so that positions fit int32
+
+
+class BiasTerms(NamedTuple):
+    """The parts of a bias that do not depend on slopes; they broadcast to ``[*batch, num_heads, q_len, kv_len]``."""
+
+    relative: Any  # key minus query position
+    visible: Any | None  # None: every query sees every key
+    attends: Any | None  # whether a query sees a key; None if all do
+    reach: Any  # the bias of slopes of 1
 
 
 @dataclass(frozen=True)
@@ -292,17 +301,6 @@ class AttentionCall:
             **arrays,
         )
 
-    def rows_of_block(self, elements: int) -> int:
-        """Return how many queries have a bias of about this many elements: at least 16. Needs one batch axis."""
-        return max(16, elements // (self.batch[0] * self.num_heads * self.kv_len))
-
-    def blocks(self, rows: int) -> Iterator[tuple[slice, AttentionCall]]:
-        """Yield blocks of this many queries, each with the call restricted to them. Needs one batch axis."""
-        batch, heads, keys = slice(0, self.batch[0]), slice(0, self.num_heads), slice(0, self.kv_len)
-        for start in range(0, self.q_len, rows):
-            queries = slice(start, min(start + rows, self.q_len))
-            yield queries, self.tile(batch=batch, heads=heads, queries=queries, keys=keys)
-
     def with_one_batch_axis(self) -> AttentionCall:
         """Return this call with its batch axes merged into one. Arrays without a batch axis, or of length 1, stay so.
 
@@ -354,8 +352,12 @@ class AttentionCall:
             visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 
-    def bias(self) -> tuple[Any, Any | None]:
+    def bias(self, terms: BiasTerms | None = None, out: Any | None = None) -> tuple[Any, Any | None]:
         """Return the dense bias, masks included, with no row of only -inf (softmax would give NaN).
+
+        Args:
+            terms: From :meth:`bias_terms`, of a call that differs in its heads alone. Default: computed here.
+            out: An array of the bias's shape, which it may take the place of.
 
         Returns:
             bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, plus
@@ -364,30 +366,37 @@ class AttentionCall:
             attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for fully masked rows, whose
                 result must be replaced by zeros; None if there are none.
         """
+        terms = self.bias_terms() if terms is None else terms
+        bias = self._linear_bias(terms.relative, terms.visible, reach=terms.reach, out=out)
+        if terms.attends is None or (self.added_key_bias is None and self.added_bias is None):
+            return bias, terms.attends
+        return self.xp.where(terms.attends, bias, 0.0), terms.attends
+
+    def bias_terms(self) -> BiasTerms:
+        """Return what :meth:`bias` computes before slopes; heads share it, unless their masks differ."""
         xp = self.xp
         relative, nearest = self._relative()
-        visible = self.visible(relative)
-        if visible is None or self.every_query_attends:
-            return self._linear_bias(relative, visible, nearest), None
-        # [..., q_len, 1]: False for fully masked rows
-        attends = xp.any(visible, axis=-1, keepdims=True)
-        if (self.mask is not None or self.q_segment_ids is not None or self.q_points is not None) and not self.is_empty:
-            # Count distances from the nearest visible key: softmax ignores a constant along a row, but if all keys are
-            # far away, float32 would lose its digits to that constant. With two slopes in a row (keys on both sides of
-            # the query) a distance is not one constant penalty, so count from 0.
-            nearest = self.nearest_visible(relative, visible)
-            if self.future_slopes is not None:
-                sides = (
-                    xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)
-                )
-                nearest = xp.where(xp.logical_and(*sides), 0, nearest)
-        # In a fully masked row all keys become visible, at distance 0: the bias is 0.
-        relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
-        visible = xp.logical_or(visible, xp.logical_not(attends))
-        bias = self._linear_bias(relative, visible, nearest)
-        if self.added_key_bias is None and self.added_bias is None:
-            return bias, attends
-        return xp.where(attends, bias, 0.0), attends
+        visible, attends = self.visible(relative), None
+        if visible is not None and not self.every_query_attends:
+            # [..., q_len, 1]: False for fully masked rows
+            attends = xp.any(visible, axis=-1, keepdims=True)
+            has_own_rules = self.mask is not None or self.q_segment_ids is not None or self.q_points is not None
+            if has_own_rules and not self.is_empty:
+                # Count distances from the nearest visible key: softmax ignores a constant along a row, but if all keys
+                # are far away, float32 would lose its digits to that constant. With two slopes in a row (keys on both
+                # sides of the query) a distance is not one constant penalty, so count from 0.
+                nearest = self.nearest_visible(relative, visible)
+                if self.future_slopes is not None:
+                    sides = (
+                        xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)
+                    )
+                    nearest = xp.where(xp.logical_and(*sides), 0, nearest)
+            # In a fully masked row all keys become visible, at distance 0: the bias is 0.
+            relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
+            visible = xp.logical_or(visible, xp.logical_not(attends))
+        is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
+        rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law}
+        return BiasTerms(relative, visible, attends, reach_of(xp, relative, nearest, self.slopes.dtype, **rules))
 
     @cached_property
     def bias_by_distance(self) -> Any:
@@ -402,7 +411,7 @@ class AttentionCall:
         # If all relative positions are <= 0, a causal mask hides no key.
         is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
         visible = None if is_past else self._all(self._rules_of_distance(relative))
-        return self._linear_bias(relative, visible, None)[..., 0, :]
+        return self._linear_bias(relative, visible)[..., 0, :]
 
     def _relative(self) -> tuple[Any, Any]:
         """Return relative positions, and a lower bound of each query's distances, ``[..., q_len, 1]``, or None."""
@@ -430,10 +439,9 @@ class AttentionCall:
         beyond = positions - last_key
         return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
 
-    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
-        is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
-        rates, is_causal = (self.slopes, self.future_slopes), self.is_causal or is_in_space
-        bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest, law=self.law)
+    def _linear_bias(self, relative: Any, visible: Any | None, **arrays: Any) -> Any:
+        rules: dict[str, Any] = {"is_causal": self.is_causal, "law": self.law, **arrays}
+        bias = linear_bias(self.xp, self.slopes, self.future_slopes, relative, visible, **rules)
         if self.added_key_bias is not None:
             bias = bias + self.added_key_bias[..., None, :]
         return bias if self.added_bias is None else bias + self.added_bias

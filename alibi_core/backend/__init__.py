@@ -13,6 +13,7 @@ from alibi_core._attention import dense_attention as dense_attention
 from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import AttentionCall as AttentionCall
+from alibi_core._call import BiasTerms as BiasTerms
 from alibi_core._call import axis_of as axis_of
 from alibi_core._call import join_call as join_call
 from alibi_core._call import split_call as split_call

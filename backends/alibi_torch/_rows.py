@@ -1,25 +1,27 @@
 """Attention with the bias in memory: for all queries at once ("sdpa"), or one block of queries at a time.
 
 With the caller's own positions, or a law that is not linear, the bias is not Toeplitz, so no single row of distances
-serves all queries. Each block builds its bias from its positions (distances are shared by all heads) and frees it
-afterwards: memory grows linearly with the lengths.
+serves all queries. Each block builds its bias from its positions and frees it afterwards: memory grows linearly with
+the lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import AttentionCall, BiasTerms, axis_of
+from alibi_core.backend.horizon import Tiling, current_tiling, plain_jobs
 from alibi_torch._derivatives import RATES, dense_reference, pulled_back
-from alibi_torch._internals import in_transform
+from alibi_torch._internals import fused_backward, fused_forward, in_transform
 
-BIAS_ELEMENTS = 2**21  # The bias of one block of queries has about this many elements: 8 MiB of float32.
+# Fused kernels take up to 256 queries at a time. The bias of a block has about 4 MiB of float32, to stay in a cache.
+TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, few=16)
 COMPILED_BLOCKS = 8  # Under a compiler, which unrolls the loop over blocks, there are at most this many.
 
 
@@ -38,70 +40,117 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) ->
     return result.reshape(shape) if len(batch) != 1 else result
 
 
-def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, terms: BiasTerms | None = None) -> Tensor:
     """Return attention by PyTorch's fused function, with the call's bias as its mask."""
-    bias, attends = call.bias()
+    bias, attends = call.bias(terms)
     if query.device.type != "cpu":
         # Only the CPU kernels accept a float32 bias with low-precision tensors; other devices would round the bias.
         query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
+    grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
     # The fused CPU kernel requires the mask to have as many axes as the query.
     bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
-    grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
-    if attends is not None:
-        result = torch.where(attends, result, 0.0)
-    return result.to(call.dtype)
+    return _zero_where_masked(result, attends).to(call.dtype)
 
 
-def _blocks(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
-    """Yield blocks of queries, each with the call restricted to them."""
-    rows = call.rows_of_block(BIAS_ELEMENTS)
+def _zero_where_masked(rows: Tensor, attends: Tensor | None) -> Tensor:
+    return rows if attends is None else torch.where(attends, rows, 0.0)
+
+
+class _Block(NamedTuple):
+    """A block of queries of several heads, with the keys that direction and window allow."""
+
+    call: AttentionCall
+    terms: BiasTerms  # shared by heads, unless their masks differ
+    queries: tuple[slice, slice, slice]  # of [batch, heads, length, ...]
+    keys: tuple[slice, slice, slice]
+
+
+def _blocks(call: AttentionCall) -> Iterator[_Block]:
+    """Yield the blocks of a call with as many key/value heads as heads."""
+    tiling = current_tiling(TILING)
     if torch.compiler.is_compiling():  # fewer, larger blocks
-        rows = max(rows, -(-call.q_len // COMPILED_BLOCKS))
-    return call.blocks(rows)
+        rows = max(tiling.rows[1], -(-call.q_len // COMPILED_BLOCKS))
+        tiling = replace(tiling, rows=(16, rows), bias_elements=2**62)
+    before = None
+    for job in sorted(plain_jobs(call, tiling), key=lambda job: (job.batch.start, job.q_start)):
+        part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+        has_own_mask = call.mask is not None and axis_of("mask", "heads", call.mask) is not None
+        if before != (job.batch, job.queries) or has_own_mask:
+            before, terms = (job.batch, job.queries), part.bias_terms()
+        yield _Block(part, terms, (job.batch, job.heads, job.queries), (job.batch, job.heads, job.keys))
 
 
-def _by_blocks(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    # One array for all results: small ones, allocated where the last bias was, would leave no room for the next.
-    result = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for rows, part in _blocks(call):
-        result[:, :, rows] = sdpa(part, query[:, :, rows], key, value)
-    return result
+def _biases(call: AttentionCall) -> Iterator[tuple[_Block, Tensor, Tensor | None]]:
+    """Yield blocks, each with its bias, ``[batch or 1, heads, rows, kv_len]``, and which queries see a key.
+
+    A bias lasts until the next, which takes its memory: memory that is still in the cache.
+    """
+    bias = None
+    for block in _blocks(call):
+        part = block.call
+        shapes = [(*batch, part.num_heads, part.q_len, part.kv_len) for batch in ((), (1,), part.batch)]
+        fits = bias is not None and bias.shape in shapes and not torch.compiler.is_compiling()
+        bias, attends = part.bias(block.terms, bias if fits else None)
+        yield block, bias.reshape((1,) * (4 - bias.ndim) + bias.shape), attends
 
 
 class _Rows(torch.autograd.Function):
-    """Attention by blocks of queries; the backward pass recomputes each block, so no bias is saved."""
+    """Attention by blocks of queries; the backward pass forms each block's bias again, so no bias is saved."""
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *rates: Tensor) -> Tensor:
         ctx.call = replace(call, **dict.fromkeys(RATES))
-        ctx.save_for_backward(query, key, value, *rates)
-        return _by_blocks(call, query, key, value)
+        result = torch.empty_like(query, memory_format=torch.contiguous_format)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
+        ctx.save_for_backward(query, key, value, result, logsumexp, *rates)
+        call, query, key, value = _ungrouped(call, query, key, value)
+        if query.device.type == "cpu":
+            for (_, _, queries, keys), bias, attends in _biases(call):
+                found, logsumexp[queries] = fused_forward(query[queries], key[keys], value[keys], bias, call.scale)
+                result[queries] = _zero_where_masked(found, attends)
+        else:
+            for part, terms, queries, keys in _blocks(call):
+                result[queries] = sdpa(part, query[queries], key[keys], value[keys], terms)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *rates = ctx.saved_tensors
-        call = replace(ctx.call, **dict(zip(RATES, rates, strict=False)))
+        query, key, value, result, logsumexp, *rates = ctx.saved_tensors
+        call, needed = replace(ctx.call, **dict(zip(RATES, rates, strict=False))), ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():  # create_graph=True: differentiate dense attention, with all scores in memory
             inputs = (query, key, value, *rates)
             return None, *pulled_back(lambda *x: dense_reference(call, *x).to(call.dtype), inputs, grad)
-        wanted = [x for x, needed in zip(RATES, ctx.needs_input_grad[4:], strict=False) if needed]
+        wanted = [x for x, is_needed in zip(RATES, needed, strict=False) if is_needed]
+        grad, (call, query, key, value) = grad.contiguous(), _ungrouped(call, query, key, value)
         by_query = torch.empty_like(query)
-        sums = [torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value)]
-        sums += [torch.zeros_like(getattr(call, name)) for name in wanted]
-        for rows, part in _blocks(call):
-            with torch.enable_grad():
-                own = [x.detach().requires_grad_() for x in (query[:, :, rows], key, value)]
-                learned = [getattr(part, name).detach().requires_grad_() for name in wanted]
-                result = sdpa(replace(part, **dict(zip(wanted, learned, strict=True))), *own)
-            by_query[:, :, rows], *found = torch.autograd.grad(result, own + learned, grad[:, :, rows])
-            for total, x in zip(sums, found, strict=True):
-                total += x.reshape(total.shape)  # the tile of a call may have one more axis, of length 1
-        by_rates = iter(sums[2:])
-        needed = ctx.needs_input_grad[4:]
-        return (
-            None,
-            by_query,
-            *(x.to(call.dtype) for x in sums[:2]),
-            *(next(by_rates) if is_needed else None for is_needed in needed),
-        )
+        by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
+        by_rates = [torch.zeros_like(getattr(call, name)) for name in wanted]
+        if query.device.type == "cpu" and not wanted:
+            for (_, _, queries, keys), bias, attends in _biases(call):
+                own = query[queries], key[keys], value[keys], result[queries], logsumexp[queries]
+                found = fused_backward(_zero_where_masked(grad[queries], attends), *own, bias, call.scale)
+                by_query[queries] = found[0]
+                by_key[keys] += found[1]
+                by_value[keys] += found[2]
+        else:  # the fused kernel has no gradients of a bias
+            for part, terms, queries, keys in _blocks(call):
+                learned = [getattr(part, name) for name in wanted]
+                own = [x.detach().requires_grad_() for x in (query[queries], key[keys], value[keys], *learned)]
+                with torch.enable_grad():
+                    changed = replace(part, **dict(zip(wanted, own[3:], strict=True)))
+                    by_query[queries], *found = torch.autograd.grad(sdpa(changed, *own[:3], terms), own, grad[queries])
+                by_key[keys] += found[0]
+                by_value[keys] += found[1]
+                for total, x in zip(by_rates, found[2:], strict=True):
+                    at = (queries[0] if total.ndim > 1 and total.shape[0] > 1 else ..., queries[1])
+                    total[at] += x.reshape(total[at].shape)
+        by_keys = (x.unflatten(1, (ctx.call.num_kv_heads, -1)).sum(dim=2).to(call.dtype) for x in (by_key, by_value))
+        found = iter(by_rates)
+        return None, by_query, *by_keys, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _ungrouped(call: AttentionCall, query: Tensor, *keys: Tensor) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
+    """Return the call and its tensors with the keys and values of each query head, contiguous for the fused kernels."""
+    key, value = (x.repeat_interleave(call.num_heads // call.num_kv_heads, dim=1) for x in keys)
+    return replace(call, num_kv_heads=call.num_heads), query.contiguous(), key, value
