@@ -1,7 +1,7 @@
 # make demo    see it work: agreement of all installed frameworks, then "train short, test long" with its picture
 # make test    a few minutes: each promise once        make test ARGS='-k bias'
 # make test-all      every test        HYPOTHESIS_PROFILE=thorough make test-all
-# make test-full     what make test leaves out
+# make test-slow     what make test leaves out
 # make test-oldest   a dozen tests of models with the oldest transformers that is supported
 # make test-newest   models, and README's examples, with the newest version of everything but PyTorch
 # make upgrade    the newest versions into constraints.txt
@@ -23,7 +23,7 @@ ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: demo test test-all test-full test-oldest test-newest upgrade docs check lint format bench build clean
+.PHONY: demo test test-all test-slow test-oldest test-newest upgrade docs check lint format bench build clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -66,8 +66,8 @@ test: $(VENV)/ready
 test-all: $(VENV)/ready
 	$(PYTEST) -m '' $(ARGS)
 
-test-full: $(VENV)/ready
-	$(PYTEST) -m full $(ARGS)
+test-slow: $(VENV)/ready
+	$(PYTEST) -m slow $(ARGS)
 
 test-oldest: export PYTHONPATH := $(VENV)/oldest
 test-oldest: $(VENV)/oldest/ready
@@ -87,6 +87,7 @@ upgrade:
 
 docs: $(VENV)/ready-docs
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -c docs . $(OUT)/site
+	@echo "The site: $(OUT)/site/index.html"
 
 check: $(VENV)/ready
 	$(RUN) -m alibi_core conformance $(ARGS)

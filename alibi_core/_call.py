@@ -25,7 +25,7 @@ from alibi_core._arrays import (
 )
 from alibi_core._bias import linear_bias, place_slopes, reach_of, relative_positions, with_head_axis, working_dtype
 from alibi_core._distance import DISTANCES, LAWS, check_order, may_have_nan, points_of_call, relative_points
-from alibi_core._mask import check_mask, check_score_axes
+from alibi_core._mask import boolean_mask, with_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
@@ -169,12 +169,12 @@ class AttentionCall:
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
-            check_mask(xp, mask, *_score_axes(sizes))
+            mask = boolean_mask(xp, mask, *_score_axes(sizes))
         if added_bias is not None:
             if is_kind(xp, added_bias.dtype, "bool"):
                 raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
             checks.floating_array(xp, "added_bias", added_bias)
-            check_score_axes("added_bias", added_bias, *_score_axes(sizes))
+            added_bias = with_score_axes(xp, "added_bias", added_bias, *_score_axes(sizes))
             # Backends expect a finite added_bias: its -inf become part of the mask.
             mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
         return cls(
@@ -434,7 +434,9 @@ class AttentionCall:
 
     def distance_to_keys(self, positions: Any) -> Any:
         """Return the distance of each position from the range of keys, ``0`` to ``kv_len - 1``; 0 inside it."""
-        beyond = positions - (self.kv_len - 1)
+        # An array, not a number: mx.compile would write it into a kernel's source, and compile one for each length.
+        last_key = arange(self.xp, self.kv_len, self.device, self.kv_len - 1)  # [1]
+        beyond = positions - last_key
         return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
 
     def _linear_bias(self, relative: Any, visible: Any | None, **arrays: Any) -> Any:

@@ -1,64 +1,73 @@
-"""The mask: boolean, with axes that can be read in one way only.
+"""The mask, as booleans that broadcast to the scores: axes and values that can be read in one way only.
 
-A mask of integers is refused, even of ones and zeros: the values of traced arrays and arrays on an accelerator cannot
-be read, so an additive mask of 0 and -10000, or segment ids, would be taken for a boolean mask silently. Float masks of
-ones and zeros are refused because additive masks are floats too.
+Integers are a tokenizer's mask. They must be 0 or 1 where their values can be read: not those of traced arrays and of
+arrays on an accelerator. Floating masks are refused, even of ones and zeros: additive masks are floating, too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import Namespace, boolean_hint, checks, is_exporting, is_kind
+from alibi_core._arrays import Namespace, checks, host_values, is_exporting, is_kind, signed
 
 
-def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str, int]) -> None:
-    """Check that ``mask`` is boolean and broadcasts to the scores, and that its axes cannot be read in two ways."""
+def boolean_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str, int]) -> Any:
+    """Return ``mask`` as booleans with axes that broadcast to the scores; integers are True where they are not 0.
+
+    Integers with one axis beside the batch's are ``[*batch, kv_len]``, also where ``[q_len, kv_len]`` would fit.
+    """
+    if is_kind(xp, mask.dtype, "integral"):
+        mask = signed(xp, mask)  # PyTorch does not compare most unsigned integers
+        is_binary = host_values(xp.all(xp.logical_or(mask == 0, mask == 1)))
+        if is_binary is not None and not is_binary:
+            raise ValueError(
+                "mask must be booleans, or integers 0 and 1 (1 where a query may look), got other integers; numbers of "
+                "sequences are segment_ids; if it is 0 where a query may look, use mask == 0"
+            )
+        mask = mask != 0
+        if mask.ndim == len(batch) + 1:
+            sizes = {**batch, "kv_len": scores["kv_len"]}
+            checks.broadcastable("mask of integers", mask.shape, tuple(sizes.values()), ", ".join(sizes))
+            mask = xp.reshape(mask, (*mask.shape[:-1], 1, 1, mask.shape[-1]))
     if not is_kind(xp, mask.dtype, "bool"):
         raise TypeError(
-            f"mask must be boolean (True where a query may look), got {mask.dtype}; an ALiBi bias is left out, and "
-            "numbers of sequences are segment_ids; if it is 1 where a query may look and 0 elsewhere, use "
-            f"{boolean_hint(xp)}; if it is 0 where a query may look and -inf or the like elsewhere, use mask == 0"
+            f"mask must be booleans, or integers 0 and 1 (1 where a query may look), got {mask.dtype}; an ALiBi bias "
+            "is left out; if it is 1 where a query may look and 0 elsewhere, use mask != 0; if it is 0 where a query "
+            "may look and -inf or the like elsewhere, use mask == 0"
         )
-    check_score_axes("mask", mask, batch, scores)
+    return with_score_axes(xp, "mask", mask, batch, scores)
 
 
-def check_score_axes(name: str, array: Any, batch: dict[str, int], scores: dict[str, int]) -> None:
-    """Check that an array broadcasts to the scores, and that its axes cannot be read in two ways.
+def with_score_axes(xp: Namespace, name: str, array: Any, batch: dict[str, int], scores: dict[str, int]) -> Any:
+    """Return an array with axes that broadcast to the scores, having checked that they can be read in one way only.
 
-    Broadcasting aligns the last axes. A mask with batch axes first, such as a tokenizer's ``[batch, kv_len]``, would be
-    aligned wrongly, and silently where sizes happen to agree.
+    Broadcasting aligns the last axes. An array with batch axes first, such as a tokenizer's mask ``[batch, kv_len]``,
+    lacks ``num_heads`` and maybe ``q_len``: it gets these axes, unless its sizes would also fit the aligned axes.
 
     Args:
+        xp: Namespace of the array.
         name: Name of the argument.
         array: A mask, or a bias that is added to scores.
         batch: Sizes of the batch axes, by name.
         scores: Sizes of the axes ``num_heads``, ``q_len`` and ``kv_len``, by name.
     """
     shape, target = tuple(array.shape), (*batch.values(), *scores.values())
-    axes = [*batch, *scores]
+    axes, count = [*batch, *scores], len(batch)
     if not shape:
         raise ValueError(f"{name} must have at least the axis kv_len, got shape ()")
-    listed = ", ".join(axes)
-    for missing in () if is_exporting() else (2, 1):  # without num_heads and q_len, or without num_heads
-        own = [*batch, *axes[len(batch) + missing :]]
-        # The shape if batch axes come first, and the shape as broadcasting reads it.
-        as_meant = shape[: len(batch)] + (1,) * missing + shape[len(batch) :]
-        aligned = (1,) * (len(target) - len(shape)) + shape
-        if len(shape) != len(own) or as_meant == aligned or shape[: len(batch)] != target[: len(batch)]:
-            continue
-        if not checks.broadcasts(as_meant, target):
-            continue
-        meant = f"{name}[{', '.join([':'] * len(batch) + ['None'] * missing + [':'] * (missing == 2))}]"
-        # Broadcasting fails, but batch axes first would fit: suggest the fix.
-        if not checks.broadcasts(shape, target):
-            raise ValueError(
-                f"{name} must broadcast to {target} ({listed}), got {shape}; of axes [{', '.join(own)}], use {meant}"
-            )
-        # Both readings fit: refuse, and give the spelling of each.
-        plain = f"{name}[{', '.join(['None'] * (len(target) - len(shape)))}]"
+    missing = len(target) - len(shape)
+    # The shape if batch axes come first, and the shape as broadcasting reads it.
+    batch_first, aligned = shape[:count] + (1,) * missing + shape[count:], (1,) * missing + shape
+    # torch.export would turn a comparison of dynamic sizes into a guard.
+    may_be_first = missing in (1, 2) and batch_first != aligned and not is_exporting()
+    if not may_be_first or shape[:count] != target[:count] or not checks.broadcasts(batch_first, target):
+        checks.broadcastable(name, shape, target, ", ".join(axes))
+        return array
+    if checks.broadcasts(shape, target):
+        spelled = f"{name}[{', '.join([':'] * count + ['None'] * missing + [':'] * (missing == 2))}]"
         raise ValueError(
-            f"{name} must have axes that cannot be mistaken, got {shape} for scores of {target} ({listed}); use "
-            f"{meant} if they are [{', '.join(own)}], or {plain} if they are [{', '.join(axes[-len(shape) :])}]"
+            f"{name} must have axes that cannot be mistaken, got {shape} for scores of {target} ({', '.join(axes)}); "
+            f"use {spelled} if they are [{', '.join([*batch, *axes[count + missing :]])}], or "
+            f"{name}[{', '.join(['None'] * missing)}] if they are [{', '.join(axes[missing:])}]"
         )
-    checks.broadcastable(name, shape, target, listed)
+    return xp.reshape(array, batch_first)

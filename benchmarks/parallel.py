@@ -1,4 +1,4 @@
-"""The overhead of sequence parallelism: four processes that share the cores, against one that has them all.
+"""The overhead of sequence parallelism: four processes that share the cores, against one process with all cores.
 
 The processes of PyTorch communicate by gloo and have one thread each; the single process has one thread per core. Both
 sides use the same machine, so the ratio is the overhead of sharding the sequence. Results and gradients are compared

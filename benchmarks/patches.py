@@ -53,7 +53,7 @@ class Model(nn.Module):
 
     def __init__(self, kind: str, width: int, layers: int) -> None:
         super().__init__()
-        shape: dict[str, Any] = {"num_layers": layers, "embed_dim": width, "num_heads": 8, "expansion_factor": 4}
+        shape: dict[str, Any] = {"num_layers": layers, "embed_dim": width, "num_heads": 8}
         slopes = (0.0,) * 8 if kind == "none" else None
         config = AlibiConfig(**shape, is_causal=False, dropout=0.0, slopes=slopes, distance="euclidean")
         self.kind, self.transformer = kind, AlibiTransformer(config)

@@ -15,6 +15,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 root_doc = "docs/index"
 include_patterns = [
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "docs/**.md",
     "benchmarks/README.md",
     "alibi_core/conformance/FORMAT.md",

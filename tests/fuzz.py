@@ -34,8 +34,8 @@ class Problem:
     """One gradient that a user may ask for.
 
     Attributes:
-        case: The call, the arguments whose gradients are asked for, and what the loss makes of the result.
-        dtype: Of query, key and value.
+        case: The call, the arguments whose gradients are asked for, and the loss.
+        dtype: The dtype of query, key and value.
         compiled: Whether the whole function is compiled.
         closed_over: Whether arguments without gradients are constants of the program.
         keeps_result: Whether the result is returned beside the gradients.
@@ -68,7 +68,7 @@ class Problem:
         )
 
     def loss(self, result: Any, weight: Any, layout: Any) -> Any:
-        """Return the loss of a result of any framework, of which the case's cotangent, ``weight``, is the gradient."""
+        """Return a loss whose gradient by the result is the case's cotangent, ``weight``, in any framework."""
         if self.case.cotangent in ("ones", "zeros"):
             return result.sum() if self.case.cotangent == "ones" else (result * 0.0).sum()
         batch, heads, row, feature = (n // 2 for n in self.case.arrays["cotangent"].shape)
@@ -179,7 +179,7 @@ COMPILED = {"jax": 0.8, "torch": 0.005, "mlx": 0.5}  # a share of problems
 
 
 def departures(problem: Problem, backend: Backend) -> tuple[list[str], float]:
-    """Return what is wrong with a backend's gradients, and the largest share of a budget that is used up."""
+    """Return the errors of a backend's gradients, as sentences, and the largest error as a share of its budget."""
     exact, actual = problem.exact(), gradients_of(problem, backend)
     wrong, most = [], 0.0
     for name, answer in exact.items():
@@ -207,7 +207,7 @@ def main() -> None:
             problem = Problem.drawn(seed, compiled=COMPILED[name])
             try:
                 wrong, used = departures(problem, Backend(FRAMEWORK[name], f"alibi_{name}", None))
-            except Exception as error:  # one that a call should not raise is a finding, and the next one is wanted too
+            except Exception as error:  # an unexpected error is a finding; go on with the next problem
                 wrong, used = [f"{type(error).__name__}: {str(error)[:300]}"], 0.0
             counts[name] += 1
             most = max(most, used)

@@ -18,7 +18,6 @@ from alibi_core._arrays.namespace import asarray as asarray
 from alibi_core._arrays.namespace import astype as astype
 from alibi_core._arrays.namespace import at_least as at_least
 from alibi_core._arrays.namespace import at_most as at_most
-from alibi_core._arrays.namespace import boolean_hint as boolean_hint
 from alibi_core._arrays.namespace import brief as brief
 from alibi_core._arrays.namespace import computes_eagerly_without_gradients as computes_eagerly_without_gradients
 from alibi_core._arrays.namespace import constant_when_traced as constant_when_traced

@@ -169,10 +169,14 @@ def array(name: str, value: Any) -> Any:
         )
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         how = ""
-        if isinstance(value, (list, tuple)):
+        if name == "tokens" and isinstance(value, (str, list, tuple)) and any(isinstance(x, str) for x in value):
+            how = "; a tokenizer makes tokens of texts"
+        elif isinstance(value, (list, tuple)):
             how = "; numpy.asarray, or that of your framework, makes one"
         elif isinstance(value, str) and name == "slopes":
             how = "; alibi_core.slopes(num_heads, scheme=...) makes one"
+        elif isinstance(value, str) and name == "mask":
+            how = "; is_causal=True hides later keys without a mask"
         elif isinstance(value, float) and name == "slopes":
             how = "; an int stands for that many canonical slopes"
         raise TypeError(f"{name} must be an array, got {shown(value)}{how}")

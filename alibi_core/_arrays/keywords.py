@@ -14,22 +14,31 @@ HEADS = ("num_heads", "slopes, which may be the number of heads")
 # Each hint begins with the name of an argument. The error gives the first hint whose argument the function has.
 HINTS: dict[str, str | tuple[str, ...]] = {
     "alibi_slopes": "slopes",
-    "attention_mask": "mask: (attention_mask == 1)[:, None, None, :], or as it is for encode",
+    "attention_mask": ("mask, which takes it as it is, 1 for text", "key_padding_mask: attention_mask == 0"),
     "attn_bias": "added_bias, floating numbers that are added beside ALiBi's own",
     "attn_mask": "mask, booleans, True where a query may look; ALiBi's own bias is left out, as attention adds it",
     "causal": "is_causal",
     "cu_seqlens": "segment_ids, the number of each token's text",
     "d_model": "embed_dim",
     "dim": "embed_dim",
+    "dim_feedforward": "feed_forward_dim",
+    "dims": "embed_dim",
     "dropout_p": "dropout, a probability",
+    "dropout_rate": "dropout",
     "encoder_hidden_states": "context, of which keys and values are made",
     "heads": HEADS,
     "hidden_size": "embed_dim",
+    "in_features": "embed_dim",
     "input_ids": "tokens",
-    "key_padding_mask": "mask: ~key_padding_mask[:, None, None, :], True where a query may look",
+    "intermediate_size": "feed_forward_dim",
+    "key_padding_mask": "mask: ~key_padding_mask, True where a query may look",
+    "mask": "attn_mask, True where a query must not look",
+    "max_length": "max_new_tokens, which do not count the prompt",
+    "max_tokens": "max_new_tokens",
     "n_heads": HEADS,
     "n_layer": "num_layers",
     "need_weights": "return_weights=True, which returns a pair",
+    "nhead": HEADS,
     "num_attention_heads": HEADS,
     "num_heads": HEADS,
     "num_hidden_layers": "num_layers",
@@ -37,23 +46,36 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "output_attentions": "return_weights=True, which returns a pair",
     "past_key_value": "cache, from make_cache",
     "past_key_values": "caches, from make_caches",
-    "position_ids": "q_offset, the position of the first query",
+    "position_ids": ("positions, or leave it out for texts without gaps", "q_offset, the position of the first query"),
+    "qkv_features": "embed_dim",
     "query_length": "q_len",
     "seq_len": "q_len",
     "sliding_window": "window_size, in tokens: keys that are farther are masked",
     "sm_scale": "scale",
     "softmax_scale": "scale",
+    "temp": "temperature",
+    "token_type_ids": "token_types",
+    "use_bias": "bias",
 }
 
 
 def explains_keywords(function: Function) -> Function:
-    """Return the function with a better error for the names in :data:`HINTS`; its signature is unchanged."""
-    known = frozenset(inspect.signature(function).parameters)
+    """Return the function with better errors for names in :data:`HINTS` and for values without names.
+
+    Its signature is unchanged.
+    """
+    parameters = inspect.signature(function).parameters
+    known = frozenset(parameters)
+    in_order = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(function)
     def checked(*values: Any, **options: Any) -> Any:
         if not known.issuperset(options):
             _check(function, known, options, values)
+        if len(values) > len(in_order):
+            named = ", ".join(x for x in parameters if x not in in_order)
+            taken = ", ".join(x for x in in_order if x != "self")
+            raise TypeError(f"{_called(function, values)}() takes {taken} by position; name the others: {named}")
         return function(*values, **options)
 
     return checked  # type: ignore[return-value]
@@ -71,8 +93,12 @@ def _check(
         if name not in known:
             hints = HINTS.get(name, ())
             hints = (hints,) if isinstance(hints, str) else hints
-            owner, _, method = function.__qualname__.rpartition(".")
-            owner = type(values[0]).__name__ if owner and values else owner  # not the base class of all backends
-            called = f"{owner}.{method}".removesuffix(".__init__").removesuffix(".__call__").removeprefix(".")
             advice = next((f"; give {hint}" for hint in hints if re.split(r"\W", hint)[0] in known), "")
-            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{advice}")
+            raise TypeError(f"{_called(function, values)}() got an unexpected keyword argument {name!r}{advice}")
+
+
+def _called(function: Callable[..., Any], values: tuple[Any, ...]) -> str:
+    """Return the name of a function, or of a method with the class of its object, as the caller wrote it."""
+    owner, _, method = function.__qualname__.rpartition(".")
+    owner = type(values[0]).__name__ if owner and values else owner  # not the base class of all backends
+    return f"{owner}.{method}".removesuffix(".__init__").removesuffix(".__call__").removeprefix(".")

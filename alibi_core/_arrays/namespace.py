@@ -323,16 +323,6 @@ def times(xp: Namespace, array: Any, factor: float) -> Any:
     return array * (asarray(xp, factor, array.dtype, None) if _is_mlx(xp) else factor)
 
 
-def boolean_hint(xp: Namespace) -> str:
-    """Return the user's code for converting a mask of ones and zeros to booleans, for an error message."""
-    hints = {
-        "torch": "mask.bool()",
-        "mlx.core": "mask.astype(mx.bool_)",
-        "array_api_strict": "xp.astype(mask, xp.bool)",
-    }
-    return hints.get(library_name(xp), "mask.astype(bool)")
-
-
 def constant_when_traced(function: Function) -> Function:
     """Mark a function so that ``torch.compile`` calls it while tracing and takes the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # like torch.compiler.assume_constant_result

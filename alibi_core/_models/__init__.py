@@ -22,3 +22,8 @@ from alibi_core._models.transformer import BaseActivation as BaseActivation
 from alibi_core._models.transformer import BaseBlock as BaseBlock
 from alibi_core._models.transformer import BaseParts as BaseParts
 from alibi_core._models.transformer import BaseTransformer as BaseTransformer
+from alibi_core._models.weights import KEY as KEY
+from alibi_core._models.weights import check_weights as check_weights
+from alibi_core._models.weights import layer_record as layer_record
+from alibi_core._models.weights import mismatch as mismatch
+from alibi_core._models.weights import weights_metadata as weights_metadata

@@ -173,8 +173,9 @@ class BaseAttention(Module):
 
         Args:
             x: ``[batch, length, embed_dim]``.
-            mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, length, kv_len]``,
-                where ``kv_len`` counts the cached tokens too. (In JAX it is the cache's ``max_length``: all slots.)
+            mask: Booleans or integers 0 and 1, True where a query may look: ``[batch, kv_len]`` for padding, or with
+                axes that broadcast to ``[batch, num_heads, length, kv_len]``. ``kv_len`` counts the cached tokens, too.
+                (In JAX it is the cache's ``max_length``: all slots.)
             segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
                 ``kv_len`` tokens).
             cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.
@@ -225,6 +226,16 @@ class BaseAttention(Module):
     def _current_slopes(self) -> Any:
         """The slopes in use, ``[num_heads]``, fixed or learned."""
         return self.slopes
+
+    def _sizes_and_options(self) -> str:
+        """Return the sizes, and the options that change the result, for ``print(layer)``."""
+        names = ("embed_dim", "num_heads", "num_kv_heads")
+        options: dict[str, Any] = {name: getattr(self.shape, name) for name in names} | {"is_causal": self.is_causal}
+        if self.window_size is not None:
+            options["window_size"] = self.window_size
+        if getattr(self, "log_slopes", None) is not None:
+            options["learnable_slopes"] = True
+        return ", ".join(f"{name}={value}" for name, value in options.items())
 
     def _heads(self, x: Any, source: Any) -> Iterator[Any]:
         """Yield query, key and value, ``[batch, heads, length, head_dim]`` or ``[batch, length, heads, head_dim]``."""

@@ -106,7 +106,7 @@ class AlibiConfig:
     max_len: int = 256
     dropout: float = 0.1
     is_causal: bool = True
-    expansion_factor: int = 1
+    expansion_factor: int = 4
     num_kv_heads: int | None = None
     bias: bool = False
     block: str = "sequential"

@@ -147,8 +147,9 @@ class BaseTransformer(Module):
 
         Args:
             x: ``[batch, length, embed_dim]``.
-            mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend;
-                with JAX's caches, ``kv_len`` is their ``max_length``.
+            mask: Booleans or integers 0 and 1, True where a query may attend: ``[batch, kv_len]`` for padding, or with
+                axes that broadcast to ``[batch, num_heads, length, kv_len]``; with JAX's caches, ``kv_len`` is their
+                ``max_length``.
             segment_ids: ``[batch, length]`` integers; tokens attend only to tokens with the same id. With caches, a
                 pair (of ``x``, of all ``kv_len`` tokens).
             caches: One key-value cache a block, from :meth:`make_caches`. JAX's caches are immutable: pass the caches

@@ -7,6 +7,7 @@ from alibi_core._arrays import host_values as host_values
 from alibi_core._arrays import is_int as is_int
 from alibi_core._arrays import namespace_of as namespace_of
 from alibi_core._extras import install_hint as install_hint
+from alibi_core._mask import boolean_mask as boolean_mask
 
 MAX_POSITION = _checks.MAX_POSITION
 array, boolean, broadcastable, one_of = _checks.array, _checks.boolean, _checks.broadcastable, _checks.one_of

@@ -23,6 +23,8 @@ from alibi_torch.nn import (
     AlibiMultiheadAttention,
     AlibiTransformer,
     load_checkpoint,
+    load_weights,
+    save_weights,
 )
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "explain",
     "explain_model",
     "load_checkpoint",
+    "load_weights",
+    "save_weights",
 ]
 
 

@@ -45,6 +45,7 @@ def attention(
     return_weights: bool = False,
     allow_negative_slopes: bool = False,
     implementation: str | None = None,
+    kernel_options: dict[str, Any] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ALiBi attention, ``softmax(scale * query @ key.mT - slopes * distance) @ value``, over visible keys.
 
@@ -68,8 +69,8 @@ def attention(
             ``kv_len - q_len``.
         segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
         window_size: Mask keys farther away than this many tokens: with 4, a query sees 5 keys, including its own.
-        mask: Booleans, True where a query sees a key, that broadcast to ``[batch, num_heads, q_len, kv_len]``. Pass a
-            padding mask ``[batch, kv_len]`` as ``mask[:, None, None, :]``.
+        mask: Booleans or integers 0 and 1, True where a query sees a key: ``[batch, kv_len]`` for padding, or with axes
+            that broadcast to ``[batch, num_heads, q_len, kv_len]``. See :func:`alibi_core.attention`.
         positions: The caller's own positions, in place of ``q_offset`` and ``window_size``: ``[batch, length]`` on a
             line or ``[batch, length, dims]`` in space, integer or floating, NaN for a token without a position; one
             tensor for queries and keys, or a pair. They have no gradients.
@@ -90,6 +91,8 @@ def attention(
         implementation: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
             (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (all scores in memory, for
             comparison). A named implementation runs, or the call raises. Default: see :func:`explain`.
+        kernel_options: With ``implementation="flex"``, FlexAttention's argument of that name, such as ``{"BACKEND":
+            "FLASH"}`` for FlashAttention 4 (never run).
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, with the dtype and device of ``query``; with ``return_weights``, the
@@ -110,6 +113,8 @@ def attention(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
+    if kernel_options is not None and implementation != "flex":
+        raise ValueError(f"kernel_options must be None without implementation='flex', got {kernel_options}")
     call = checked(
         query,
         key,
@@ -132,7 +137,7 @@ def attention(
         allow_negative_slopes=allow_negative_slopes,
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
-    return run(call, query, key, value, implementation, norms)
+    return run(call, query, key, value, implementation, norms, kernel_options)
 
 
 def _without_gradient(positions: Any) -> Any:
@@ -206,6 +211,7 @@ def run(
     value: Tensor,
     implementation: str | None,
     norms: KeyNorms | None,
+    kernel_options: dict[str, Any] | None = None,
 ) -> Tensor:
     """Compute a checked call by ``implementation``, or by default the first that can run it."""
     if call.is_empty:  # no elements, but the result stays connected to the autograd graph
@@ -220,7 +226,7 @@ def run(
         if implementation == "flex":
             from alibi_torch._flex import flex_attention
 
-            return flex_attention(call, query, key, value, norms)
+            return flex_attention(call, query, key, value, norms, kernel_options)
         if implementation == "dense":
             return dense_attention(call, query, key, value, drop=lambda weights: F.dropout(weights, call.dropout))
         return sdpa(call, query, key, value)

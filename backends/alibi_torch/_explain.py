@@ -53,7 +53,7 @@ def explain(
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
     check_keywords(attention, arguments)
-    max_key_norm = arguments.pop("max_key_norm", None)
+    max_key_norm, _ = arguments.pop("max_key_norm", None), arguments.pop("kernel_options", None)
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
     if max_key_norm is not None:
         norms_of(call, max_key_norm)  # validates it; the explanation measures all norms anyway

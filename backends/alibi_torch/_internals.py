@@ -1,19 +1,19 @@
-"""Private names of PyTorch that attention on the CPU uses, each with a fallback for versions that lack it.
+"""Private names of PyTorch, each with a fallback for versions that lack it.
 
-A missing name makes calls slower, never wrong: fused kernels are replaced by plain operators, and calls go through
-PyTorch's dispatcher, as they do under a compiler. PyTorch 2.9 to 2.13 have all of these names.
+A missing name makes calls slower, never wrong: fused kernels are replaced by plain operators, calls go through
+PyTorch's dispatcher, as they do under a compiler, and accelerated models of transformers run their own code under
+dispatch modes. PyTorch 2.9 to 2.13 have all of these names.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def _found(path: str) -> Any:
@@ -30,6 +30,11 @@ FLASH_BACKWARD = _found("ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 # Returns the innermost active transform of torch.func, or None.
 _INTERPRETER = _found("_C._functorch.peek_interpreter_stack")
 _DISPATCH_MODES = _found("_C._len_torch_dispatch_stack")  # returns the number of active modes
+_MODE_OF, _FAKE = _found("_C._get_dispatch_mode"), _found("_C._TorchDispatchModeKey.FAKE")  # the mode of fake tensors
+try:
+    _PROXY_MODE = importlib.import_module("torch.fx.experimental.proxy_tensor").get_proxy_mode  # the mode of make_fx
+except (ImportError, AttributeError):
+    _PROXY_MODE = None
 # Whether a tensor is batched by torch.autograd.grad(is_grads_batched=True), which is not a torch.func transform.
 _IS_BATCH_OF_GRADIENTS = _found("_C._functorch.is_legacy_batchedtensor")
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -86,12 +91,17 @@ def has_dispatch_mode() -> bool:
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether a tracer other than torch.compile records the operators of a call, to replay them with other values."""
+    """Whether a tracer other than torch.compile records the operators of a call, to replay them with other values.
+
+    If PyTorch cannot say, any dispatch mode is taken for one.
+    """
     if torch.compiler.is_compiling():
         return False
-    if torch.jit.is_tracing() or isinstance(tensor, FakeTensor) or get_proxy_mode() is not None:
+    if torch.jit.is_tracing() or type(tensor) not in PLAIN:
         return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if _PROXY_MODE is None or _MODE_OF is None or _FAKE is None:
+        return has_dispatch_mode()
+    return _PROXY_MODE() is not None or _MODE_OF(_FAKE) is not None
 
 
 def is_watched(*tensors: Tensor) -> bool:

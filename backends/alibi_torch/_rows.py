@@ -47,9 +47,8 @@ def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, terms: 
         # Only the CPU kernels accept a float32 bias with low-precision tensors; other devices would round the bias.
         query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
     grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
-    bias = bias.reshape(
-        (1,) * (query.ndim - bias.ndim) + bias.shape
-    )  # the CPU kernels need axes as many as the query's
+    # The fused CPU kernel requires the mask to have as many axes as the query.
+    bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
     return _zero_where_masked(result, attends).to(call.dtype)
 

@@ -39,7 +39,7 @@ NEEDED = {"attention jax": ("jax", "flax"), "attention mlx": ("mlx",), "models":
 NEEDED |= {"gpu": ("transformers", "jax", "flax")}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_each_runs_in_small_and_writes_results(name: str, tmp_path: Path) -> None:
     for module in NEEDED.get(name, ()):
@@ -59,7 +59,7 @@ def test_each_runs_in_small_and_writes_results(name: str, tmp_path: Path) -> Non
         assert all(row["ratio"] > 0 for row in rows if row.get("unit") == "s")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_extrapolation_trains_evaluates_and_draws_every_method(tmp_path: Path) -> None:
     settings = extrapolation.Settings(8, 1, 32, 4, 2, 2, 3, 3e-3, 200_000, 256, 4)
     assert extrapolation.run(settings, 0, tmp_path) == 0
@@ -122,7 +122,7 @@ def two_arrays_at_once(size: int) -> Any:
     return lambda: [np.ones(size, dtype=np.uint8) for _ in range(2)]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is exact on Linux only")
 def test_peak_memory_is_that_of_the_call_alone() -> None:
     size = 32 * 2**20

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 import alibi_core
 from alibi_core.conformance import LAWS, BackendAdapter, Library, installed_adapters
 from alibi_core.conformance.testing import Attention, Rules, penalties, rounded
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import (
-    _GRADIENTS,
     BACKENDS,
     DASK,
     DIFFERENTIABLE,
+    GRADIENTS,
     JAX,
     MLX,
     STRICT,
@@ -30,7 +29,7 @@ from tests.support.frameworks import (
 
 def core_adapter(framework: Framework) -> BackendAdapter:
     """Return the core's reference on a library's arrays, which no backend of its own is asked for."""
-    of_tensors = _GRADIENTS.get(framework.name)
+    of_tensors = GRADIENTS.get(framework.name)
 
     def gradients(function: Any, arguments: Any, wrt: tuple[str, ...], weight: Any) -> Any:
         def result(*asked: Any) -> Any:
@@ -47,39 +46,29 @@ def in_libraries() -> list[BackendAdapter]:
     return [core_adapter(framework) for framework in found]
 
 
-def is_repetition(adapter: Any) -> bool:
-    """Whether it adds little to others, and is JAX's, which compiles each case: the core's reference, or float16."""
-    if adapter.name == "alibi_jax[tiled]":
-        return adapter.dtype == "float16" and settings().max_examples <= 100
-    return adapter.name == "alibi_core[jax]" or (adapter.name == "alibi_jax[dense]" and adapter.dtype != "float32")
+ADAPTERS = [*in_libraries(), *installed_adapters(dtypes=None)]
 
-
-ADAPTERS = [x for x in (*in_libraries(), *installed_adapters(dtypes=None)) if not is_repetition(x)]
-
-
-# Of laws that JAX would compile for long, what others notice, too: those of one feature are in ``combined``, and
-# tests/contracts/test_tiled.py has long rows, and asks for some gradients, of losses of several kinds.
-REPEATED = (
-    *("lengths", "offset", "symmetric", "asymmetric", "grouped", "window", "segments", "mask", "batch_slopes", "scale"),
-    *("large", "large_gradients", "long", "long_decoding", "long_gradients", "independent"),
+# Default implementations keep all laws in float32 and bfloat16. JAX compiles each case, so it leaves out laws that
+# other tests repeat: ``combined`` has the laws of one feature, tests/contracts/test_tiled.py long rows and gradients.
+QUICK = ("alibi_core", "alibi_core[array_api_strict]", "alibi_torch[tiled]", "alibi_mlx[tiled]")
+QUICK_IN_JAX = (
+    "slopes",
+    "causal_bias",
+    "symmetric_bias",
+    "causal",
+    "points",
+    "combined",
+    "precision",
+    "nowhere",
+    "empty",
 )
+QUICK_IN_JAX += ("gradients", "slope_gradients", "point_gradients", "decoding", "continuations", "conduct")
 
 
-def is_slow(adapter: Any, law: Any) -> bool:
-    """Whether JAX would compile for long what is its own, derivatives of the reference, or what float32 tries, too."""
-    if settings().max_examples > 100:
-        return False
-    if adapter.name == "alibi_jax[dense]":
-        return law.function == "attention_grad" or law.name in REPEATED
-    return (adapter.name, adapter.dtype) == ("alibi_jax[tiled]", "bfloat16") and law.name in REPEATED
-
-
-def is_in_full(adapter: Any, law: Any) -> bool:
-    """Whether it is no default, or of a dtype that adds little to others, or JAX's and held by other tests."""
-    is_default = adapter.name.endswith("[tiled]") or adapter.name in ("alibi_core", "alibi_core[array_api_strict]")
+def is_quick(adapter: Any, law: str) -> bool:
     if adapter.name == "alibi_jax[tiled]":
-        return adapter.dtype != "float32" or law.name in (*REPEATED, "cotangents", "some_gradients")
-    return not is_default or adapter.dtype not in ("float32", "bfloat16")
+        return adapter.dtype == "float32" and law in QUICK_IN_JAX
+    return adapter.name in QUICK and adapter.dtype in ("float32", "bfloat16")
 
 
 OFFERED = [
@@ -87,11 +76,11 @@ OFFERED = [
         adapter,
         law.name,
         id=f"{adapter.name}-{adapter.dtype}-{law.name}",
-        marks=[pytest.mark.full] * is_in_full(adapter, law),
+        marks=[] if is_quick(adapter, law.name) else [pytest.mark.slow],
     )
     for adapter in ADAPTERS
     for law in LAWS
-    if (law.function == "any" or hasattr(adapter, law.function)) and not is_slow(adapter, law)
+    if law.function == "any" or hasattr(adapter, law.function)
 ]
 
 
@@ -105,7 +94,7 @@ def test_every_implementation_that_runs_here_is_among_the_adapters() -> None:
     for parameter in BACKENDS:
         backend = parameter.values[0]
         if not parameter.marks[0].args[0]:  # marked to skip: its framework is missing
-            assert backend.name in names or backend.name in ("alibi_core[numpy]", "alibi_core[jax]")
+            assert backend.name in names or backend.name == "alibi_core[numpy]"
     assert "alibi_core" in names
     for adapter in ADAPTERS:
         functions = {law.function for law in LAWS} - {"any"}

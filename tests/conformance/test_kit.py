@@ -33,7 +33,7 @@ def attended(query: Any, key: Any, value: Any, bias: Any, hidden: Any) -> Any:
 
 
 class Right:
-    """Attention in ten lines, as somebody would write it who has read README."""
+    """Attention in ten lines, as a reader of README writes it."""
 
     def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
         back = np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])
@@ -256,19 +256,6 @@ def test_a_bias_alone_has_laws_of_its_own() -> None:
     assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "symmetric_bias", "conduct"}
     report = check(only(bias=lambda num_heads, q_len, kv_len: bias(num_heads, q_len, kv_len, True)))
     assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "conduct"}
-
-
-def test_slopes_of_the_papers_own_code_pass_in_float64() -> None:
-    def papers(num_heads: int) -> list[float]:
-        if num_heads & (num_heads - 1) == 0:
-            start = 2 ** (-(2 ** -(np.log2(num_heads) - 3)))
-            return [start * start**i for i in range(num_heads)]
-        below = 2 ** int(np.log2(num_heads))
-        return papers(below) + papers(2 * below)[0::2][: num_heads - below]
-
-    for dtype in ("float32", "float64"):
-        adapter = only(slopes=lambda n, dtype=dtype: np.asarray(papers(n), dtype), dtype=dtype)
-        assert check(adapter, laws=["slopes"]).passed
 
 
 def test_arguments_go_by_position_where_they_must() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 import alibi_core
 from alibi_core.conformance import FEATURES, LAWS, MISTAKES, Mistaken, Report, check
-from tests.support.full import first_of, in_full
 
 ALL = frozenset(FEATURES)
 # Mistakes that are the same thing in what a function returns: (made, told).
@@ -20,8 +19,9 @@ SAME = {
     "negated bias": "negated slopes",
     "window hides the future": "always causal with window_size",
     "signed: key-only": "bloom contract",
+    "diagonal block dropped: 256": "last partial block dropped",  # the same in texts of less than a block
 }
-# Sums rounded in an order that nobody knows, and sizes that few probes have: the report says where results are off.
+# The order of rounded sums is unknown, and few probes have such sizes: the report says where results are off.
 MEASURED = (
     "scores",
     "products",
@@ -46,19 +46,28 @@ def dtype_of(name: str) -> str:
     return name.split()[0] if name.startswith(("float16", "bfloat16")) else "float32"
 
 
-# One of sixteen where all else is tried, too.
-@pytest.mark.parametrize("name", [x if i % 16 == 0 else in_full(x) for i, x in enumerate(MISTAKES)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] if i % 16 else []) for i, x in enumerate(MISTAKES)]
+)
 def test_a_mistake_breaks_a_law_and_is_named(name: str) -> None:
     report = first_failure(Mistaken(name, dtype=dtype_of(name)), tuple(law.name for law in LAWS))
     assert report is not None
     keys = [x.key for x in report.diagnoses]
     assert keys
     if not name.endswith(MEASURED):
-        # Of a number, a nearby one may explain the same answers.
+        # The same mistake with a nearby number may explain the same answers.
         assert {x.partition(":")[0] for x in keys} <= {name.partition(":")[0], SAME.get(name)}
 
 
-@pytest.mark.parametrize("dtype", first_of(["float32", "bfloat16", "float16", "float64"]))
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+        pytest.param("float16", marks=pytest.mark.slow),
+        pytest.param("float64", marks=pytest.mark.slow),
+    ],
+)
 def test_without_mistakes_all_laws_pass(dtype: str) -> None:
     start = time.process_time()
     report = check(Mistaken(dtype=dtype), seed=1)
@@ -111,7 +120,7 @@ SEVERAL = (
 )
 
 
-@pytest.mark.parametrize("names", first_of(map(pytest.param, SEVERAL), keep=4), ids=" and ".join)
+@pytest.mark.parametrize("names", SEVERAL, ids=" and ".join)
 def test_several_mistakes_at_once_are_all_named(names: tuple[str, ...]) -> None:
     report = check(Mistaken(*names, functions=("attention",)), laws=["combined", "symmetric", "mask"])
     assert sorted(x.key for x in report.diagnoses) == sorted(names)

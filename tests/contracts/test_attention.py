@@ -12,7 +12,6 @@ import pytest
 from alibi_core.conformance.testing import Attention, Rules, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import LAYER_BACKENDS, LIBRARIES, Backend
-from tests.support.full import first_of, in_full, once_in_jax
 from tests.support.layers import cast, make_layer
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)
@@ -83,8 +82,16 @@ def test_any_number_of_batch_axes(backend: Backend, batch: tuple[int, ...]) -> N
         np.testing.assert_allclose(result, one, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", [x if "tiled" in x.id else in_full(x) for x in LAYER_BACKENDS])
-@pytest.mark.parametrize("arguments", first_of([{"q_offset": -1, "window_size": 3}, {}, {"is_causal": False}]), ids=str)
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"q_offset": -1, "window_size": 3},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"is_causal": False}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_attention_compiles(backend: Backend, arguments: dict[str, Any]) -> None:
     inputs = backend.place(*tensors(2), np.asarray([0.5, 0.25, 0.3, 0.0, 1.0, 2.0**-8]), dtype="float32")
     function, framework = backend.function(**arguments), backend.framework
@@ -187,7 +194,8 @@ def mlx_steps(layer: Any, x: Any, rates: list[float]) -> list[float]:
 STEPS: dict[str, Callable[..., list[float]]] = {"torch": torch_steps, "jax": jax_steps, "mlx": mlx_steps}
 
 
-@pytest.mark.parametrize(("backend", "learnable"), once_in_jax(LIBRARIES, [True, False]))
+@EACH
+@pytest.mark.parametrize("learnable", [True, False])
 def test_learnable_slopes_learn_and_stay_positive_and_fixed_ones_stay(backend: Backend, learnable: bool) -> None:
     name, numpy = backend.framework.name, backend.framework.numpy
     layer = make_layer(name, embed_dim=24, num_heads=6, learnable_slopes=learnable)

@@ -116,6 +116,12 @@ ATTENTION = [
     ),
     Bad({"mask": bools(1, 2, 6, 5, 7)}, ValueError, "mask must broadcast to"),
     Bad({"mask": bools()}, ValueError, r"mask must have at least the axis kv_len, got shape \(\)"),
+    Bad(
+        {"mask": ints(5, 7)}, ValueError, r"mask of integers must broadcast to \(2, 7\) \(batch, kv_len\), got \(5, 7\)"
+    ),
+    Bad(
+        {"mask": ints(2, 7) + 2}, ValueError, "mask must be .* got other integers; .* segment_ids", is_about_values=True
+    ),
     Bad({"positions": ints(2, 7)}, ValueError, "positions must be a pair .* when q_len, 5, and kv_len, 7, differ"),
     Bad({"positions": (ints(2, 5), ints(2, 6))}, ValueError, r"positions must have axes \[batch, kv_len\] or .*dims"),
     Bad({"positions": (ints(2, 5, 2), ints(2, 7, 3)), "is_causal": False}, ValueError, "as many dims, got 2 .* and 3"),
@@ -175,29 +181,31 @@ REFERENCES = [b for b in BACKENDS if b.values[0].implementation in (None, "dense
 @pytest.mark.parametrize("is_additive", [False, True])
 def test_the_remedy_for_a_mask_makes_the_one_that_was_meant(backend: Backend, is_additive: bool) -> None:
     visible = np.asarray([True, True, False, True, True, False, True])
-    values = np.where(visible, 0, -np.inf) if is_additive else visible.astype(np.int64)
-    with pytest.raises(TypeError, match="mask must be boolean") as refused:
+    values = np.where(visible, 0, -np.inf) if is_additive else visible.astype(np.float32)
+    with pytest.raises(TypeError, match="mask must be booleans, or integers 0 and 1") as refused:
         call_attention(backend, {"mask": values})
-    ways = str(refused.value).split("; if it is ")[1:]  # of Dask's values, which cannot be seen, both
+    ways = str(refused.value).split("; if it is ")[1:]
     told = next(way.partition(", use ")[2] for way in ways if way.startswith("0" if is_additive else "1"))
     framework = backend.framework
-    mask = eval(told, {"mask": framework.placed(values), "xp": framework.xp, "mx": framework.xp})
+    mask = eval(told, {"mask": framework.placed(values)})
     results = (call_attention(backend, {"mask": x}) for x in (mask, visible))
     np.testing.assert_array_equal(*map(framework.numpy, results))
 
 
-MASK_AXES = [  # sizes of the scores, the mask's shape, what is told to use, and what if its axes are the aligned ones
-    ((2, 3, 5, 7), (2, 7), "mask[:, None, None, :]", None),
-    ((2, 3, 1, 7), (2, 7), "mask[:, None, None, :]", None),
+MASK_AXES = [  # sizes of the scores, the mask's shape, and how each of its two readings is spelled
     ((5, 3, 5, 7), (5, 7), "mask[:, None, None, :]", "mask[None, None]"),
     ((5, 3, 5, 5), (5, 5), "mask[:, None, None, :]", "mask[None, None]"),
-    ((2, 3, 5, 7), (2, 5, 7), "mask[:, None]", None),
-    ((2, 3, 5, 7), (2, 1, 7), "mask[:, None]", None),
     ((3, 3, 5, 7), (3, 5, 7), "mask[:, None]", "mask[None]"),
     ((3, 3, 5, 7), (3, 1, 7), "mask[:, None]", "mask[None]"),
-    ((2, 4, 3, 5, 7), (2, 4, 7), "mask[:, :, None, None, :]", None),
-    ((2, 3, 4, 5, 7), (2, 3, 5, 7), "mask[:, :, None]", None),
     ((4, 4, 4, 5, 7), (4, 4, 5, 7), "mask[:, :, None]", "mask[None]"),
+]
+BATCH_FIRST_MASK_AXES = [  # sizes of the scores, the mask's shape, and its shape with all axes
+    ((2, 3, 5, 7), (2, 7), (2, 1, 1, 7)),
+    ((2, 3, 1, 7), (2, 7), (2, 1, 1, 7)),
+    ((2, 3, 5, 7), (2, 5, 7), (2, 1, 5, 7)),
+    ((2, 3, 5, 7), (2, 1, 7), (2, 1, 1, 7)),
+    ((2, 4, 3, 5, 7), (2, 4, 7), (2, 4, 1, 1, 7)),
+    ((2, 3, 4, 5, 7), (2, 3, 5, 7), (2, 3, 1, 5, 7)),
 ]
 PLAIN_MASK_AXES = [
     *(((5, 3, 5, 7), shape) for shape in ((7,), (1, 7), (3, 5, 7), (1, 1, 5, 7), (5, 1, 1, 7))),
@@ -214,16 +222,36 @@ def attention_with_mask(sizes: tuple[int, ...], mask: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("sizes", "shape", "meant", "aligned"), MASK_AXES)
 def test_a_mask_that_may_be_mistaken_is_refused_with_what_it_may_be(
-    sizes: tuple[int, ...], shape: tuple[int, ...], meant: str, aligned: str | None
+    sizes: tuple[int, ...], shape: tuple[int, ...], meant: str, aligned: str
 ) -> None:
     mask = np.ones(shape, dtype=bool)
     with pytest.raises(ValueError, match=r"mask must .*, got \(.*use mask\[") as refused:
         attention_with_mask(sizes, mask)
-    assert f"use {meant}" in str(refused.value)
-    assert ("or mask[" in str(refused.value)) == (aligned is not None)
-    assert aligned is None or f"or {aligned} if" in str(refused.value)
-    for spelled in filter(None, (meant, aligned)):
+    assert f"use {meant} if" in str(refused.value)
+    assert f"or {aligned} if" in str(refused.value)
+    for spelled in (meant, aligned):
         attention_with_mask(sizes, eval(spelled, {"mask": mask}))
+
+
+@pytest.mark.parametrize(("sizes", "shape", "full"), BATCH_FIRST_MASK_AXES)
+def test_a_mask_with_batch_axes_first_gets_the_axes_that_it_lacks(
+    sizes: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]
+) -> None:
+    mask = np.random.default_rng(2).random(shape) < 0.7
+    expected = attention_with_mask(sizes, mask.reshape(full))
+    np.testing.assert_array_equal(attention_with_mask(sizes, mask), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_integers_are_the_mask_of_a_tokenizer(backend: Backend) -> None:
+    text = np.arange(7) < np.asarray([7, 4, 2, 5, 6])[:, None]
+    rng, lengths = np.random.default_rng(1), {"query": 5, "key": 7, "value": 7}
+    tensors = {name: rng.standard_normal((5, 6, n, 8)) for name, n in lengths.items()}
+    numpy = backend.framework.numpy
+    expected = numpy(call_attention(backend, {**tensors, "mask": text[:, None, None, :]}))
+    for dtype in ("int8", "uint8", "uint16", "int32", "uint32"):  # batch equals q_len, which booleans may not
+        found = call_attention(backend, {**tensors, "mask": text.astype(dtype)})
+        np.testing.assert_array_equal(numpy(found), expected, err_msg=dtype)
 
 
 @pytest.mark.parametrize(("sizes", "shape"), PLAIN_MASK_AXES)
@@ -251,9 +279,11 @@ def test_attention_refuses_arrays_of_another_library(backend: Backend) -> None:
     arguments = {"query": floats(1, 3, 3, 4), "key": floats(1, 3, 3, 4), "value": floats(1, 3, 3, 4)}
     arguments |= {"slopes": floats(3), "mask": bools(3, 3)}
     for name, values in arguments.items():
-        if name == "slopes" and stranger is NUMPY:
-            continue  # which any library's call takes
         mixed = {other: array(x) for other, x in arguments.items()} | {name: stranger.array(values)}
+        if name == "slopes" and stranger is NUMPY:  # which any library's call takes
+            one, other = (function(**mixed | {name: x}) for x in (values.astype(np.float64), array(values)))
+            np.testing.assert_array_equal(*map(backend.framework.numpy, (one, other)))
+            continue
         told = "" if backend.module == "alibi_core" else rf"; make these arrays of \S+, by \S+: {name}$"
         with pytest.raises(TypeError, match=rf"arrays must belong to one array namespace, got \S+ and \S+{told}"):
             function(**mixed)
@@ -371,7 +401,7 @@ def test_a_bias_in_two_libraries_is_refused() -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_slopes_of_numpy_serve_every_library(framework: Framework) -> None:
-    """A few numbers, of which nothing is to be learned: those of NumPy do, whatever their precision and layout."""
+    """Slopes without gradients may be arrays of NumPy, of any precision and layout."""
     numbers = np.asarray([0.5, 0.2, 0.1], np.float64)[::-1]
     numbers.setflags(write=False)
     positions, tensor = framework.array(np.arange(4)), framework.array(np.ones((3, 4, 2), np.float32))

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core._cli import main
-from alibi_core._models.decoders import FAMILIES, family_of
 from alibi_core.backend.models import Checkpoint
 from tests.support.checkpoints import drawn, load, run, write
+from tests.support.cli import main
 from tests.support.frameworks import FRAMEWORK
 
 pytest.importorskip("safetensors")
@@ -84,11 +83,7 @@ def same(one: Checkpoint, other: Checkpoint) -> bool:
 
 def test_the_page_lists_every_family() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    assert all(f"`{name}`" in page for name in FAMILIES)
-    assert {"btlm", *(entry["config"]["model_type"] for entry in MODELS.values())} == FAMILIES.keys() - {
-        "bloom",
-        "falcon",
-    }
+    assert all(f"`{entry['config']['model_type']}`" in page for entry in MODELS.values())
 
 
 @pytest.mark.parametrize(("factor", "words"), [(1.0, "canonical, from 0.5"), (4.0, "of its config, from 0.125")])
@@ -127,8 +122,6 @@ def test_a_head_of_unit_rows_is_baichuan2s(tmp_path: Path) -> None:
     assert heads[False].dtype == np.float16
     stored = heads[False].astype(np.float64)
     np.testing.assert_allclose(heads[True], stored / np.linalg.norm(stored, axis=1, keepdims=True), rtol=1e-12)
-    other = MODELS["baichuan"]["config"] | {"vocab_size": 125_696}
-    assert family_of(other, tmp_path).layout.head_of_unit_rows
 
 
 ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from alibi_core.backend.models import AlibiConfig, Generation
-from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, Framework
-from tests.support.full import once_in_jax, without_jax
+from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, NAMES_SLOW_IN_JAX, Framework
 from tests.support.models import Model, lively_model, make_module
 
 VOCAB_SIZE = 13
-CONFIG = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.0)
+CONFIG = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=1)
 
 
 @functools.cache
@@ -31,7 +30,7 @@ def prompts(batch: int, length: int) -> np.ndarray:
 
 
 def generated(name: str, prompt: np.ndarray, new: int, *, seed: int | None = None, **options: Any) -> np.ndarray:
-    """Return what a model adds to a prompt."""
+    """Return the tokens that a model adds to a prompt."""
     found = model_of(name).generate(prompt, new, seed, **options)
     assert np.array_equal(found[:, : prompt.shape[1]], prompt)
     return found[:, prompt.shape[1] :]
@@ -41,7 +40,7 @@ def generated(name: str, prompt: np.ndarray, new: int, *, seed: int | None = Non
 def test_the_likeliest_tokens_follow(name: str) -> None:
     prompt = prompts(3, 5)
     found = generated(name, prompt, 9)
-    # What follows a prefix does not change the logits at it, so one pass over the text checks every choice.
+    # Later tokens do not change the logits of a prefix, so one pass over the text checks every choice.
     text = np.concatenate([prompt, found], axis=1)
     assert np.array_equal(found, model_of(name)(text)[:, 4:-1].argmax(axis=-1))
     assert len(np.unique(found)) > 3  # it said something
@@ -50,7 +49,7 @@ def test_the_likeliest_tokens_follow(name: str) -> None:
     assert generated(name, prompt, 0).shape == (3, 0)
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_rows_end_and_are_filled(name: str) -> None:
     prompt = prompts(3, 5)
     plain = generated("torch", prompt, 9)
@@ -81,7 +80,8 @@ def drawn_from(logits: np.ndarray, temperature: float, top_k: int | None, top_p:
 DRAWN = [(2.0, 8, 0.7), (0.5, None, None), (2.0, 4, None)]
 
 
-@pytest.mark.parametrize(("name", "temperature", "top_k", "top_p"), once_in_jax(NAMES, DRAWN))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), DRAWN)
 def test_tokens_are_drawn_from_the_models_distribution(
     name: str, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
@@ -160,7 +160,7 @@ def test_jax_asks_for_a_key() -> None:
         generated("jax", prompts(1, 1), 1, temperature=1.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_prompts_of_several_lengths_go_on_as_each_would_alone(name: str) -> None:
     prompt, lengths, new = prompts(4, 7), [3, 7, 1, 5], 6
     alone = [model_of(name).generate(prompt[i : i + 1, :n], new)[0] for i, n in enumerate(lengths)]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.support.frameworks import FRAMEWORKS, NUMPY, STRICT, Framework
-from tests.support.full import in_full
 
 LONGDOUBLES = np.dtype(np.longdouble).itemsize > 8
 ITEMS: dict[str, Any] = {
@@ -40,7 +39,7 @@ DTYPES = ("bool", "int8", "uint16", "uint32", "int64", "uint64", "float16", "flo
 
 
 def hostile_values(framework: Framework, like: Any) -> dict[str, Any]:
-    """Return what is to be tried for an argument, by name; ``like`` is a good value of it."""
+    """Return hostile values of an argument, by name; ``like`` is a good value."""
     shape = tuple(like.shape) if hasattr(like, "dtype") else (2,)
     values = dict(ITEMS)
     for dtype in DTYPES:
@@ -144,7 +143,7 @@ SUBJECTS = (
 
 
 def plain(framework: Framework, value: Any) -> Any:
-    """Return what a value stands for that was taken: Python's number, or an array of the most common dtype."""
+    """Return the plain form of a value that was accepted: Python's number, or an array of the most common dtype."""
     if isinstance(value, np.generic):
         return value.item()
     if not hasattr(value, "shape") or isinstance(value, np.dtype):
@@ -170,13 +169,13 @@ def result(framework: Framework, subject: Subject, arguments: dict[str, Any]) ->
 
 
 def cases() -> list[Any]:
-    """Return each function with each library whose arrays it takes; JAX compiles, in ``make test-full`` alone."""
+    """Return each function with each library whose arrays it takes; slow in JAX, which compiles."""
     found = []
     for subject, framework in itertools.product(SUBJECTS, FRAMEWORKS):
         if framework.id != "dask" and subject.module in ("alibi_core", f"alibi_{framework.id}"):
             name = f"{subject.id()}-{framework.id}"
-            case = pytest.param(subject, *framework.values, id=name, marks=framework.marks)
-            found.append(in_full(case) if framework.id == "jax" else case)
+            marks = [*framework.marks, *([pytest.mark.slow] if framework.id == "jax" else [])]
+            found.append(pytest.param(subject, *framework.values, id=name, marks=marks))
     return found
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from alibi_core.backend.models import AlibiConfig
-from tests.support.frameworks import BACKENDS, COMPILERS, FRAMEWORK, NAMES, Backend, Framework
-from tests.support.full import without_jax
+from tests.support.frameworks import BACKENDS, COMPILERS, FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX, Backend, Framework
 from tests.support.layers import make_module
 
 SLOPES = np.asarray([0.5, 0.02])
@@ -85,7 +84,7 @@ def test_a_traced_offset_beyond_32_bits_does_not_wrap(framework: Framework) -> N
     np.testing.assert_allclose(far, near, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_tokens_and_their_types_may_be_of_any_integer_type(name: str) -> None:
     framework, sizes = FRAMEWORK[name], {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
     model = make_module(name, "AlibiLanguageModel", AlibiConfig(**sizes), 9)

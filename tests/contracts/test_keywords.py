@@ -23,10 +23,11 @@ def test_a_foreign_name_is_told_the_name_here(name: str) -> None:
     for function, given, told in (
         (lambda **options: package.attention(tensor, tensor, tensor, **options), "softmax_scale", "give scale"),
         (lambda **options: package.explain(tensor, tensor, tensor, **options), "causal", "give is_causal"),
-        (lambda **options: layer(x, **options), "attention_mask", "give mask: (attention_mask == 1)[:, None, None, :]"),
+        (lambda **options: layer(x, **options), "attention_mask", "give mask, which takes it as it is, 1 for text"),
         (lambda **options: layer.make_cache(1, 4).attend(tensor, **options), "sliding_window", "give window_size"),
         (lambda **options: package.AlibiAttention(8, **options), "heads", "give num_heads"),
         (AlibiConfig, "d_model", "give embed_dim"),
+        (AlibiConfig, "intermediate_size", "give feed_forward_dim"),
         (alibi_core.slopes, "n_heads", "give num_heads"),
         (lambda **options: alibi_core.bias(2, **options), "query_length", "give q_len"),
         (alibi_core.bias, "num_heads", "give slopes, which may be the number of heads"),
@@ -37,5 +38,7 @@ def test_a_foreign_name_is_told_the_name_here(name: str) -> None:
         end = "$" if told is None else re.escape(f"; {told}")
         with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{given}'{end}"):
             function(**{given: 1})
+    with pytest.raises(TypeError, match=r"^AlibiAttention\(\) takes x by position; name the others: mask, segment_ids"):
+        layer(x, x, x)
     kinds = {x.kind for x in inspect.signature(package.attention).parameters.values()}
     assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}

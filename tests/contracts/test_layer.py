@@ -11,8 +11,7 @@ from safetensors.numpy import save_file
 
 import alibi_core
 from alibi_core.conformance.testing import Attention, Rules, penalties
-from tests.support.frameworks import FRAMEWORK, NAMES
-from tests.support.full import once_in_jax, without_jax
+from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX
 from tests.support.layers import apply, decode, load, make_layer
 
 SIZES = {"embed_dim": 30, "num_heads": 6}
@@ -94,7 +93,8 @@ def layer_with_weights(name: str, arguments: dict[str, Any], tmp_path: Path) -> 
     return layer
 
 
-@pytest.mark.parametrize(("name", "configuration"), once_in_jax(NAMES, list(CONFIGURATIONS)))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_layer_is_projections_around_attention(name: str, configuration: str, x: np.ndarray, tmp_path: Path) -> None:
     arguments = CONFIGURATIONS[configuration]
     layer = layer_with_weights(name, arguments, tmp_path)
@@ -114,7 +114,8 @@ DECODED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "configuration", "steps"), once_in_jax(NAMES, DECODED, keep=0))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
+@pytest.mark.parametrize(("configuration", "steps"), DECODED)
 def test_decoding_through_a_cache_equals_prefill(
     name: str, configuration: str, steps: list[int], x: np.ndarray, tmp_path: Path
 ) -> None:
@@ -141,7 +142,7 @@ def test_sizes_may_be_numpy_integers_too_small_for_their_products(name: str) -> 
     assert apply(name, layer, np.zeros((1, 2, 30), np.float32)).shape == (1, 2, 30)
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_a_shard_of_heads_takes_a_slice_of_the_global_slopes(name: str, x: np.ndarray, tmp_path: Path) -> None:
     whole, xp = weights({}), FRAMEWORK[name].xp
     total = np.zeros(x.shape)
@@ -172,6 +173,24 @@ def test_a_layer_attends_to_another_sequence(
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_padding_is_masked_as_tokenizers_say_it(name: str, x: np.ndarray) -> None:
+    layer, framework = make_layer(name, **SIZES, is_causal=False), FRAMEWORK[name]
+    text = np.arange(11) >= np.asarray([[0], [4]])
+    expected = apply(name, layer, x, mask=text[:, None, None, :])
+    compiled = framework.compiled(lambda x, mask: layer(x, mask=mask))
+    for mask in (text, text.astype(np.int32)):
+        assert np.array_equal(apply(name, layer, x, mask=mask), expected)
+        found = framework.numpy(compiled(framework.array(x), framework.array(mask)))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    cached = make_layer(name, **SIZES)
+    steps = apply(name, cached, x, mask=text[:, None, None, :])
+    first = framework.array(text if name == "jax" else text[:, :9])  # in JAX all slots of the cache
+    output, cache = decode(name, cached, x[:, :9], cached.make_cache(2, 11), [9], mask=first)
+    rest, _ = decode(name, cached, x[:, 9:], cache, [2], mask=framework.array(text.astype(np.int32)))
+    np.testing.assert_allclose(np.concatenate([output, rest], axis=1), steps, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_prompts_of_different_lengths_share_a_cache(name: str, x: np.ndarray) -> None:
     layer, lengths = make_layer(name, **SIZES), FRAMEWORK[name].array(np.asarray([3, 6], np.int32))
     first, cache = decode(name, layer, x[:, :6], layer.make_cache(2, 12), [6], lengths=lengths)
@@ -200,7 +219,7 @@ REFUSED = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)
 def test_a_layer_refuses(name: str, given: dict[str, Any], message: str) -> None:
-    """Of arrays the shape is given, of a cache its sequences and tokens."""
+    """``given`` has shapes of arrays, and the sequences and tokens of a cache."""
     options, array = dict(given), FRAMEWORK[name].array
     x = array(np.ones(options.pop("x", (2, 11, 30))))
     layer = make_layer(name, **SIZES, is_causal=options.pop("is_causal", True))
@@ -210,3 +229,11 @@ def test_a_layer_refuses(name: str, given: dict[str, Any], message: str) -> None
         options["cache"] = make_layer(name, **SIZES).make_cache(*given["cache"])
     with pytest.raises(ValueError, match=f"^{message}"):
         layer(x, **options)
+
+
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
+def test_a_printed_layer_shows_what_changes_its_result(name: str) -> None:
+    shown = repr(make_layer(name, **SIZES, window_size=2, learnable_slopes=True))
+    assert "window_size=2" in shown
+    assert ("log_slopes" if name == "jax" else "learnable_slopes=True") in shown  # Flax prints all attributes
+    assert "window_size" not in repr(make_layer(name, **SIZES)) or name == "jax"

@@ -62,7 +62,7 @@ def exact(
     case = case.with_arrays(**tensors, slopes=slopes["slopes"].astype(np.float64), cotangent=cotangent)
     share = UNIT_ROUNDOFF["float32"]
     answers = case.gradients("float32", share)
-    for name in slopes:  # those that entries share
+    for name in slopes:  # slopes may be shared by batch entries
         if arrays[name].shape != answers[name].value.shape:
             answers[name] = summed_over_batch(answers[name])
     return case.exact("float32").output_without(share), answers
@@ -70,13 +70,13 @@ def exact(
 
 @dataclass(frozen=True)
 class Mapping:
-    """A call of which some arguments are mapped.
+    """A call with some mapped arguments.
 
     Attributes:
-        shapes: Each array's, under the name of its argument, without the axis that is mapped.
-        axes: Where that axis is in those that are mapped.
-        rules: The arguments that are no arrays.
-        seed: Of the values.
+        shapes: The shape of each array, by argument, without the mapped axis.
+        axes: The mapped axis of each mapped argument.
+        rules: The other arguments, which are no arrays.
+        seed: The seed of the values.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -157,7 +157,7 @@ BOTH_WAYS = {"is_causal": False}
 
 @EACH
 @given(mapping=mappings(), tiling=st.sampled_from(TILINGS), wanted=st.sets(st.sampled_from(DIFFERENTIABLE), min_size=1))
-# Slopes that an only batch entry has of its own are shared by those that mapping makes of it.
+# Slopes of a single batch entry are shared by all entries that mapping makes of it.
 @example(Mapping(shapes_of(5, 7, slopes=(1, HEADS)), {"query": 0}), TILINGS[1], {"slopes"})
 @example(
     Mapping(shapes_of(5, 7, future_slopes=(1, HEADS)), {"key": 3, "slopes": 1}, BOTH_WAYS),
@@ -203,7 +203,7 @@ def test_whatever_is_mapped_it_equals_a_loop(
         return (function(*operands) * weight).sum()
 
     mapped = vmap(backend, function, in_axes)
-    with tiling.applied(backend) if mapping.shapes["key"][-2] < 1000 else contextlib.nullcontext():
+    with tiling.applied() if mapping.shapes["key"][-2] < 1000 else contextlib.nullcontext():
         for output, answer in zip(mapped(*placed), outputs, strict=True):
             assert_within(numpy(output), answer)
         total = grad(backend, lambda *x: (mapped(*x) * array(cotangent)).sum(), argnums)(*placed)

@@ -6,7 +6,6 @@ import doctest
 import importlib
 import importlib.util
 import inspect
-import itertools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -15,97 +14,107 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from alibi_core._cli import main
+from alibi_core.backend.models import AlibiConfig
+from tests.support.cli import main
 from tests.support.frameworks import FRAMEWORK, NAMES
-from tests.support.full import in_full
 from tests.support.layers import load, make_module, save
 from tests.support.models import Model
 
 ROOT = Path(__file__).parents[2]
-API = Path(__file__).with_name("public_api.txt")
+PAGE = ROOT / "docs" / "reference" / "public_names.md"
 BACKENDS = ("torch", "jax", "mlx")
 ROOMS = {
     "alibi_core": ("plot", "conformance"),
-    "alibi_torch": ("nn", "caches", "parallel", "transformers", "conformance"),
+    "alibi_torch": ("nn", "caches", "parallel", "transformers", "sentence_transformers", "conformance"),
     "alibi_jax": ("nn", "caches", "parallel", "conformance"),
     "alibi_mlx": ("nn", "caches", "conformance"),
 }
 
 
+# Packages by the name that the page gives them. Packages of one section share names, as far as they have them.
+SECTIONS = {"The core": {"": "alibi_core"}, "The backends": {name: f"alibi_{name}" for name in BACKENDS}}
+CONSTANTS = {
+    "ENTRY_POINTS": "The group of entry points under which packages register adapters.",
+    "FEATURES": "The features that an attention may offer, each with the parameter that stands for it.",
+    "LAWS": "The laws, in the order in which they are checked.",
+    "MISTAKES": "The mistakes that the kit knows by name, each with a sentence.",
+}
+
+
 def public(package: str) -> Iterator[tuple[str, Any]]:
-    """Yield the public names of a package and its rooms, those of the package not repeated for its rooms."""
-    seen = set()
+    """Yield the public names of a package and of its rooms, all but the layers and caches that it exports itself."""
     for room in ("", *ROOMS[package]):
         module = importlib.import_module(f"{package}.{room}".rstrip("."))
-        for name in module.__all__:
-            if name not in seen or room in ("parallel", "conformance"):
-                yield (
-                    f"{room}.{name}" if room in ("parallel", "conformance", "transformers") else name,
-                    getattr(module, name),
-                )
-            seen.add(name)
+        for name in module.__all__ if room not in ("nn", "caches") else ():
+            yield f"{room}.{name}".lstrip("."), getattr(module, name)
 
 
-def callables(name: str, item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a function, or a class's way of being made and its public methods, by names that backends share."""
+def callables(name: str, item: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, signature and documented object of a function, or of a class and its public methods."""
     if not inspect.isclass(item):
-        yield name, item
+        yield name, item, item
         return
     makes = inspect.getattr_static(item, "make", None)
-    yield name, makes.__func__ if isinstance(makes, classmethod) else item.__init__
-    for attribute in dir(item):
+    made = item.__new__ if issubclass(item, tuple) else item.__init__
+    yield name, makes.__func__ if isinstance(makes, classmethod) else made, item
+    for attribute in dir(item) if not item.__module__.startswith("alibi_core.conformance") else ():
         method = inspect.getattr_static(item, attribute)
         method = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
         own = inspect.isfunction(method) and method.__module__.startswith("alibi_")
         if own and attribute in ("forward", "__call__"):
-            yield f"{name}.forward", method
+            yield f"{name}.forward", method, method
         elif own and not attribute.startswith("_"):
-            yield f"{name}.{attribute}", method
+            yield f"{name}.{attribute}", method, method
+
+
+def arguments_of(function: Any) -> str:
+    """Return the arguments of a function and their defaults, without types."""
+    parameters = inspect.signature(function).parameters.values()
+    taken = [x.replace(annotation=x.empty) for x in parameters if x.name not in ("self", "cls", "_cls")]
+    text = re.sub(r"<function .*? at 0x\w+>", "...", str(inspect.Signature(taken)))
+    return re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", text)
+
+
+def summary(item: Any) -> str:
+    """Return the first paragraph of a docstring, in Markdown."""
+    text = (inspect.getdoc(item) or "").partition("\n\n")[0]
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text.replace("``", "`").replace("\n", " "))
 
 
 def surface() -> Iterator[str]:
-    """Yield a line for each public callable and signature, with the backends that have it."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for backend in BACKENDS:
-        for public_name, item in public(f"alibi_{backend}"):
-            if public_name.startswith("transformers.") or public_name == "AlibiConfig":
-                continue  # of PyTorch alone; the same class for all
-            for name, function in callables(public_name, item) if callable(item) else ():
-                parameters = inspect.signature(function).parameters.values()
-                taken = [x.replace(annotation=x.empty) for x in parameters if x.name not in ("self", "cls")]
-                text = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", str(inspect.Signature(taken)))
-                found.setdefault(name, {}).setdefault(text, []).append(backend)
-    for name in sorted(found):
-        for text, backends in found[name].items():
-            yield f"{name}{text}  [{', '.join(backends)}]"
+    """Yield the page's lines: each public name with its arguments, the backends that have it, and its first paragraph.
+
+    Where backends have the same arguments, the paragraph is that of the first.
+    """
+    for section, packages in SECTIONS.items():
+        found: dict[tuple[str, str], tuple[list[str], str]] = {}
+        for backend, package in packages.items():
+            for public_name, item in public(package):
+                if not callable(item):
+                    found[public_name, ""] = [""], CONSTANTS[public_name.rpartition(".")[2]]
+                    continue
+                for name, made, documented in callables(public_name, item):
+                    found.setdefault((name, arguments_of(made)), ([], summary(documented)))[0].append(backend)
+        yield from (f"## {section}", "")
+        for (name, arguments), (backends, sentence) in sorted(found.items(), key=lambda x: x[0][0]):
+            where = f" ({', '.join(backends)})" if any(backends) else ""
+            yield f"- `{name}{arguments}`{where}: {sentence}"
+        yield ""
 
 
-def test_the_public_api_is_the_one_reviewed() -> None:
-    """A change of a signature shows as a change of ``public_api.txt``: ``python -m tests.contracts.test_surface``."""
-    for module in ("torch", "transformers", "jax", "flax", "mlx.core"):
+def page() -> str:
+    """Return the page with its names made anew from the docstrings."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition("## The core\n")
+    return head + "\n".join(surface()) + "\n## Commands\n" + rest.partition("## Commands\n")[2]
+
+
+def test_the_page_of_public_names_is_that_of_the_docstrings() -> None:
+    """``python -m tests.contracts.test_surface`` writes it anew; a review sees what changed."""
+    for module in ("torch", "transformers", "sentence_transformers", "jax", "flax", "mlx.core", "matplotlib"):
         pytest.importorskip(module)
-    assert list(surface()) == API.read_text(encoding="utf-8").splitlines()
-
-
-# --- The page that lists it all -------------------------------------------------------------------------------------
-
-PAGE = ROOT / "docs" / "public_names.md"
-
-
-@pytest.mark.parametrize("package", ROOMS)
-def test_the_page_lists_every_public_name(package: str) -> None:
-    framework = {"alibi_core": "numpy", "alibi_torch": "transformers"}.get(package, package.removeprefix("alibi_"))
-    pytest.importorskip(framework)
-    sections = re.split(r"^## `?", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    listed = {x.partition("`")[0]: re.findall(r"^\| `([^`]+)` \| (.+) \|$", x, flags=re.MULTILINE) for x in sections}
-    for room in ("", *ROOMS[package]):
-        name = f"{package}.{room}".rstrip(".")
-        module = importlib.import_module(name)
-        names = [entry for entry, _ in listed[name]]
-        assert names == list(module.__all__), f"docs/public_names.md, section {name}"
-        assert room or names == sorted(names, key=lambda name: (not name.isupper(), name))
-        assert all(re.fullmatch(r"[A-Z`].*\.", text) for _, text in listed[name]), f"one sentence a name: {name}"
+    assert PAGE.read_text(encoding="utf-8") == page()
 
 
 NOT_RUN = {"load_checkpoint": "it reads hundreds of megabytes that are not here"}
@@ -152,10 +161,7 @@ def mains() -> Iterator[tuple[Path, Path]]:
 # --- What all backends have, and one text shows ---------------------------------------------------------------------
 
 
-PAIRS = [
-    x if x in (("torch", "jax"), ("jax", "mlx"), ("mlx", "torch")) else in_full((x,))
-    for x in itertools.permutations(BACKENDS, 2)
-]
+PAIRS = [("torch", "jax"), ("jax", "mlx"), ("mlx", "torch")]
 CONFIG = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
 SLOPES = (1.0, 0.5, 0.25, 0.125)
 
@@ -193,8 +199,6 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
 def test_a_config_is_frozen_and_positional() -> None:
     import dataclasses
 
-    from alibi_core.backend.models import AlibiConfig
-
     config = AlibiConfig(3, 64)
     assert config == AlibiConfig(num_layers=3, embed_dim=64)
     with pytest.raises(TypeError, match="'d_model'; give embed_dim"):
@@ -230,5 +234,40 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
             alibi_jax.save_weights(3, path)
 
 
+OTHERS = {
+    "heads": {"num_heads": 2},
+    "direction": {"is_causal": False},
+    "window": {"window_size": 3},
+    "slopes": {"slopes": SLOPES},
+    "law": {"law": "log"},
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_weights_do_not_load_into_a_layer_that_computes_something_else(pair: tuple[str, str], tmp_path: Path) -> None:
+    for module in ("torch", "jax", "flax", "mlx.core"):
+        pytest.importorskip(module)
+    path = tmp_path / "model.safetensors"
+    save(pair[0], make_module(pair[0], "AlibiTransformer", AlibiConfig(**CONFIG)), path)
+    for changes in OTHERS.values():
+        (field,) = changes
+        other = make_module(pair[1], "AlibiTransformer", AlibiConfig(**CONFIG | changes))
+        with pytest.raises(ValueError, match=rf"^blocks.0.attention must have .*{field}=.*, got .*{field}="):
+            load(pair[1], other, path)
+    save_file(load_file(path), path)  # which says nothing of layers
+    load(pair[1], other, path)
+
+
+def test_a_state_dict_of_pytorch_says_what_its_layers_compute(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    layer, other = make_module("torch", "AlibiAttention", 16, 4), make_module("torch", "AlibiAttention", 16, 2)
+    torch.save({"model": torch.nn.Sequential(layer).state_dict()}, tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    with pytest.raises(RuntimeError, match="0 must have num_heads=4, .*, got num_heads=2, .*; a plain dict"):
+        torch.nn.Sequential(other).load_state_dict(state)
+    torch.nn.Sequential(other).load_state_dict(dict(state))
+    assert torch.equal(other.q_proj.weight, layer.q_proj.weight)
+
+
 if __name__ == "__main__":
-    API.write_text("\n".join(surface()) + "\n", encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

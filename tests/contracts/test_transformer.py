@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from alibi_core.backend.models import AlibiConfig
-from tests.support.frameworks import FRAMEWORK, NAMES
-from tests.support.full import once_in_jax, without_jax
+from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX
 from tests.support.models import Model, lively_model, make_model, make_module
 
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -53,8 +52,8 @@ def test_config_has_the_customary_defaults() -> None:
     config = AlibiConfig()
     fields = {"num_layers": 6, "embed_dim": 256, "num_heads": 8, "max_len": 256, "dropout": 0.1, "is_causal": True}
     assert {name: getattr(config, name) for name in fields} == fields
-    assert config.expansion_factor == 1
-    assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (256, 300)
+    assert config.expansion_factor == 4
+    assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (1024, 300)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +90,21 @@ def test_config_refuses(name: str, value: Any, error: type[Exception], message: 
 # --- The transformer ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "shape"), once_in_jax(NAMES, [((2, 5, 27),), ((5, 28),), ((2, 3, 5, 28),)]))
+@EACH
+@pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
 def test_transformer_names_the_width_it_wants(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
         transformer(name)(normal(*shape))
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_max_len_is_no_limit_and_changes_nothing(name: str) -> None:
     x, model, recorded = normal(2, 9, 28), transformer(name, max_len=11), transformer(name, max_len=2)
     recorded.weights = model.weights
     assert np.array_equal(model(x), recorded(x))
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_mask_and_segments_reach_every_block(name: str) -> None:
     model, x = transformer(name), normal(2, 13, 28)
     ids = np.repeat((np.arange(13) >= 5)[None].astype(np.int32), 2, axis=0)
@@ -113,7 +113,18 @@ def test_mask_and_segments_reach_every_block(name: str) -> None:
     assert_close(model(x, mask=ids[:, None, :, None] == ids[:, None, None, :]), apart)
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@EACH
+@pytest.mark.parametrize("kind", ["AlibiLanguageModel", "AlibiEncoder"])
+def test_a_model_takes_the_mask_of_a_tokenizer(name: str, kind: str) -> None:
+    config = dataclasses.replace(SMALL, is_causal=kind == "AlibiLanguageModel")
+    model, text, given = make_model(name, kind, config, VOCAB_SIZE), np.arange(13) >= [[6], [0]], tokens(2, 13)
+    expected = model(given, mask=text[:, None, None, :])
+    for mask in (text, text.astype(np.int32)):
+        assert np.array_equal(model(given, mask=mask), expected)
+    assert_close(expected[:1, 6:], model(given[:1, 6:]))
+
+
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_caches_continue_a_sequence(name: str) -> None:
     model, x = transformer(name), normal(3, 13, 28)
     caches = model.inner.make_caches(3, 13)
@@ -180,7 +191,8 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize(("name", "changes"), once_in_jax(NAMES, BLOCKS))
+@EACH
+@pytest.mark.parametrize("changes", BLOCKS.values(), ids=BLOCKS)
 def test_gradients_reach_every_weight(name: str, changes: dict[str, Any]) -> None:
     model = language_model(name, **changes)
     gradients = model.gradients(tokens(2, 13))
@@ -189,7 +201,8 @@ def test_gradients_reach_every_weight(name: str, changes: dict[str, Any]) -> Non
     assert [x for x, gradient in gradients.items() if not gradient.any() and not x.endswith("k_proj.bias")] == []
 
 
-@pytest.mark.parametrize(("name", "changes"), once_in_jax(NAMES, BLOCKS))
+@EACH
+@pytest.mark.parametrize("changes", BLOCKS.values(), ids=BLOCKS)
 def test_pytorchs_weights_give_pytorchs_answers(name: str, changes: dict[str, Any]) -> None:
     pytest.importorskip("torch")
     source, model = lively("torch", **changes), language_model(name, **changes)
@@ -233,7 +246,8 @@ def test_a_model_of_text_takes_a_batch_of_integers(name: str, kind: str) -> None
     config = AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, is_causal=kind == "AlibiLanguageModel")
     model, array = make_module(name, kind, config, 13), FRAMEWORK[name].array
     for given, error, message in (
-        ([1, 2], TypeError, r"be an array, got \[1, 2\] \(list\)"),
+        ([1, 2], TypeError, r"be an array, got \[1, 2\] \(list\); numpy"),
+        (["a text"], TypeError, r"be an array, got \['a text'\] \(list\); a tokenizer makes tokens of texts"),
         (array(np.zeros((2, 3))), TypeError, "have an integer dtype, got .*float32"),
         (array(np.zeros(3, np.int32)), ValueError, r"have shape \(batch, length\), got \(3,\); tokens\[None\] makes"),
         (array(np.zeros((2, 3, 8), np.int32)), ValueError, r"have shape \(batch, length\), got \(2, 3, 8\)$"),
@@ -242,13 +256,13 @@ def test_a_model_of_text_takes_a_batch_of_integers(name: str, kind: str) -> None
             model(given)
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_each_token_is_drawn_by_itself(name: str) -> None:
     drawn = language_model(name).generate(tokens(1, 1), 60, 0, temperature=1e6)[0, 1:]
     assert len(set(drawn.tolist())) > 15  # of 31 equally likely ones
 
 
-@pytest.mark.parametrize("name", without_jax(NAMES))
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_generate_turns_dropout_off_for_itself(name: str) -> None:
     model, prompt = lively(name, dropout=0.5), tokens(2, 5)
     assert np.array_equal(model.generate(prompt, 9), model.generate(prompt, 9))

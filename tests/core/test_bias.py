@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.conformance.testing import Rules, penalties
 from tests.support.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
-from tests.support.full import first_of, without_jax
 
 INF = float("inf")
 SLOPES = np.asarray([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 3.0], dtype=np.float32)
@@ -97,13 +96,13 @@ def test_penalties_beyond_float16_are_minus_infinity_without_a_warning(framework
 
 COMPILED = [
     BiasCase(lengths, q_offset, form, 5, seed)
-    for seed, (lengths, q_offset) in enumerate([((3, 7), None), ((7, 3), None), ((33, 33), 1_000_000)])
+    for seed, (lengths, q_offset) in enumerate([((3, 7), None), ((33, 33), 1_000_000)])
     for form in ("causal", "symmetric", "asymmetric", "clamped")
 ]
 
 
 @pytest.mark.parametrize("framework", COMPILERS)
-@pytest.mark.parametrize("case", first_of(COMPILED, 4), ids=lambda case: f"{case.form}-{case.lengths}-{case.q_offset}")
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.form}-{case.lengths}-{case.q_offset}")
 def test_bias_has_the_same_bits_compiled(framework: Framework, case: BiasCase) -> None:
     np.testing.assert_array_equal(
         framework.bits(case.bias(framework, framework.compiled)), NUMPY.bits(case.bias(NUMPY))
@@ -145,7 +144,7 @@ def test_key_bias_is_exact_to_float32_at_a_million_keys(framework: Framework) ->
 # --- Explicit positions ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", without_jax(FRAMEWORKS))
+@pytest.mark.parametrize("framework", [x for x in FRAMEWORKS if x.id != "jax"])
 @given(case=bias_cases, shift=st.sampled_from([-1000, 7]))
 def test_positions_count_only_by_their_differences(framework: Framework, case: BiasCase, shift: int) -> None:
     q_len, kv_len = case.lengths
@@ -294,7 +293,7 @@ def test_rectangular_biases_align_their_last_rows_and_columns() -> None:
     assert tall == [[-INF] * 3, [-INF] * 3, [0, -INF, -INF], [-1, 0, -INF], [-2, -1, 0]]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_slopes_of_numpy_are_constants_of_a_compiled_program() -> None:
     torch = pytest.importorskip("torch")
     slopes = np.asarray([0.5, 0.2], np.float32)

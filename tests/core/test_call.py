@@ -33,7 +33,7 @@ def test_queries_with_the_ids_of_keys_see_their_own_key_in_every_form_of_the_cal
         assert form.sees_own_key
         assert form.every_query_attends
         assert form.bias()[1] is None
-    apart = call.tile(queries=slice(1, 5), **whole)  # the first of which are before the first key
+    apart = call.tile(queries=slice(1, 5), **whole)  # the first queries stand before the first key
     assert not apart.sees_own_key
     assert not apart.every_query_attends
 

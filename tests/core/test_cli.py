@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core._cli import main
 from alibi_core.backend.checks import install_hint
-from alibi_core.conformance import installed_adapters
 from tests.support.checkpoints import write
+from tests.support.cli import main
 
 ROOT = Path(__file__).parents[2]
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
 
 ALONE = """
+import runpy
 import sys
 
 class Absent:
@@ -31,8 +31,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-from alibi_core._cli import main
-sys.exit(main())
+runpy.run_module("alibi_core", run_name="__main__")
 """
 
 
@@ -367,26 +366,3 @@ def test_what_cannot_be_checked_is_told(
     printed = capsys.readouterr()
     assert message in " ".join(printed.err.split())
     assert printed.out == ""
-
-
-@pytest.mark.full
-def test_golden_vectors_are_written_and_checked_by_the_command(
-    adapters: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["golden", "write", "golden"]) == 0
-    assert main(["golden", "check", "golden", "nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_the_command_checks_every_installed_backend() -> None:
-    names = {adapter.name.partition("[")[0] for adapter in installed_adapters()}
-    output = subprocess.run(
-        [sys.executable, "-m", "alibi_core", "conformance", "--law", "slopes", "--law", "symmetric_bias"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    ).stdout
-    assert all(f"│ {name}" in output for name in names)
-    assert "NO" not in output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -20,8 +19,7 @@ from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import ScoreBounds, key_ranges, nearest_keys
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
 from tests.contracts.test_bad_input import NAN, bools, floats, ints
-from tests.support.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
-from tests.support.full import once_in_jax, without, without_jax
+from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
 from tests.support.tiles import hostile, plain
 
 ENDLESS = 2**30  # tokens: what the plan says for "as far as there are keys"
@@ -34,7 +32,7 @@ FIELDS = ("first", "stop", "past", "future")
 
 
 def far_mass(slope: float, score_range: float, distance: float, sides: int) -> float:
-    """What keys from ``distance`` on weigh at most, the own key being 1: every one of them scores higher by the range.
+    """The largest weight of all keys from ``distance`` on, beside 1 for the own key: each scores higher by the range.
 
     A sum of 60 e-folds, one key at a time; the rest is below 2**-80 of it.
     """
@@ -59,10 +57,10 @@ def test_horizon_is_the_nearest_distance_that_holds(
     distance = float(tokens[0])
     assert distance >= 0
     assert distance.is_integer()
-    # Four float32 operations on terms of this size, of which the slope is exact.
+    # Four float32 operations on terms of this size; the slope is exact.
     rounding = 2.0**-22 * (abs(score_range) + abs(math.log(tolerance)) + abs(math.log(-math.expm1(-slope))) + 1)
     assert far_mass(slope, score_range, distance, sides) <= tolerance * (1 + rounding)
-    # What the library adds for rounding's sake: 2**-20 of the distance.
+    # The library adds 2**-20 of the distance, for rounding.
     if distance > 0:
         margin = rounding + slope * (distance - 1) * 2.0**-20
         assert far_mass(slope, score_range, distance - 1, sides) > tolerance * math.exp(-margin)
@@ -115,7 +113,7 @@ def test_horizon_is_infinite_where_the_bias_does_not_fall_or_nothing_may_be_lost
     assert np.isposinf(horizon(slopes, -1e9)).tolist() == [True, True, True, False]
     assert np.all(np.isposinf(horizon(slopes, 3.0, tolerance=0)))
     assert horizon(slopes[None], np.float32([[1.0], [2.0]]), tolerance=0.0).shape == (2, 4)
-    smallest = 5e-324  # of which a half is 0
+    smallest = 5e-324  # its half is 0
     assert np.isposinf(horizon(slopes, 3.0, tolerance=smallest, is_causal=False)).all()
 
 
@@ -195,7 +193,7 @@ class Scene:
 
     @cached_property
     def measured(self) -> dict[str, np.ndarray]:
-        """What a backend would measure of tokens, in float32: norms of queries and keys, and own scores.
+        """The measurements of a backend in float32: norms of queries and keys, and own scores.
 
         A vector may be subtracted from all keys before.
         """
@@ -305,22 +303,17 @@ def plain_scene(sizes: Sizes, form: str = "causal", slope: float | None = None, 
 
 @settings(max_examples=15 * settings.default.max_examples)
 @given(scene=scenes(), tolerances=st.permutations(TOLERANCES))
+# Far from all keys distances round to many tokens in float32, and only their differences count.
 @example(scene=plain_scene(Sizes(1, 1, 2, (70, 70), 5), q_offset=10**9), tolerances=list(TOLERANCES))
+@example(scene=plain_scene(Sizes(1, 1, 3, (1, 300), 5), slope=0.02, q_offset=300), tolerances=list(TOLERANCES))
+@example(scene=plain_scene(Sizes(1, 1, 3, (1, 300), 5), slope=0.3, q_offset=10**8), tolerances=list(TOLERANCES))
+@example(
+    scene=plain_scene(Sizes(1, 1, 3, (1, 300), 5), "symmetric", slope=3.0, q_offset=-(2**31) + 400),
+    tolerances=list(TOLERANCES),
+)
 def test_plan_loses_no_more_than_the_tolerance(scene: Scene, tolerances: list[float]) -> None:
     for index, (q_block, kv_block) in enumerate((q, kv) for q in BLOCKS for kv in BLOCKS):
         assert_nothing_heavy_is_lost(scene, q_block, kv_block, tolerances[index % len(tolerances)])
-
-
-@pytest.mark.parametrize("q_offset", [300, 10**6, 10**8, 2**30, 2**31 - 400])
-@pytest.mark.parametrize("form", ["causal", "symmetric"])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_plan_of_queries_far_from_all_keys(q_offset: int, form: str, sign: int) -> None:
-    # There distances round to many tokens in float32, and only their differences count.
-    for slope in (0.02, 0.3, 1.0, 3.0):
-        scene = plain_scene(Sizes(1, 1, 3, (1, 300), 5), form, slope, q_offset=sign * q_offset)
-        scene = Scene(scene.case.with_arrays(key=0 * scene.case.arrays["key"]))
-        for tolerance, kv_block in itertools.product((0.4, 2.0**-8), (1, 16)):
-            assert_nothing_heavy_is_lost(scene, 1, kv_block, tolerance)
 
 
 @pytest.mark.parametrize("form", ["causal", "symmetric"])
@@ -368,7 +361,7 @@ def test_no_token_can_be_spared_in_the_worst_case(tolerance: float, slope: float
     plan = {name: int(x[0, 0, 0]) for name, x in values(fields_of(call, measured, 1, kv_len, tolerance)).items()}
 
     def mass(distance: int) -> float:
-        """What keys from a distance on weigh, as a multiple of the own key."""
+        """The weight of all keys from a distance on, as a multiple of the own key's."""
         return sum(math.exp(2 * size - float(slopes[0]) * abs(j - p)) for j in range(kv_len) if abs(j - p) >= distance)
 
     assert plan["first"] == max(0, p - plan["past"] + 1)
@@ -393,13 +386,16 @@ def test_an_outlier_widens_no_more_than_it_must() -> None:
 # Data that is not finite
 
 
-BAD = itertools.product([NAN, np.inf, -np.inf], ["causal", "symmetric"])
-
-
 @pytest.mark.parametrize(
-    ("framework", "bad", "form"), once_in_jax([p for p in FRAMEWORKS if p.values[0] is not DASK], BAD)
+    ("framework", "bad", "form"),
+    [
+        *itertools.product([NUMPY, STRICT, TORCH, MLX], [NAN, np.inf, -np.inf], ["causal", "symmetric"]),
+        (JAX, NAN, "causal"),
+    ],
+    ids=str,
 )
 def test_what_is_not_finite_drops_nothing(framework: Framework, bad: float, form: str) -> None:
+    pytest.importorskip(framework.module)
     case = plain_scene(Sizes(1, 2, 2, (96, 96), 5), form, seed=3).case
     scene, compiled = Scene(case.with_arrays(slopes=np.asarray([1.0, 3.0, 1.0, 3.0]))), framework is JAX
     clean = scene.plan(16, 16, 0.01, framework, compiled=compiled)
@@ -481,17 +477,9 @@ def assert_same_plan(actual: dict[str, np.ndarray], expected: dict[str, np.ndarr
     assert differing <= 0.02 * sum(x.size for x in expected.values())
 
 
-def in_libraries(items: list[Any], scenes: dict[Framework, list[int]]) -> list[Any]:
-    """Return frameworks and scenes: those whose numbers are named for a framework, or else all."""
-    return [
-        pytest.param(p.values[0], LIBRARY_SCENES[index], id=f"{p.id}-{index}", marks=p.marks)
-        for p in items
-        for index in scenes.get(p.values[0], range(len(LIBRARY_SCENES)))
-    ]
-
-
 # Operation by operation, JAX takes seconds over each new shape; it has a plan compiled.
-@pytest.mark.parametrize(("framework", "scene"), without_jax(in_libraries(FRAMEWORKS, {JAX: [2]})))
+@pytest.mark.parametrize("framework", [x for x in FRAMEWORKS if x.id != "jax"])
+@pytest.mark.parametrize("scene", LIBRARY_SCENES, ids=range(len(LIBRARY_SCENES)))
 def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -> None:
     assert_same_plan(scene.plan(16, 16, 0.01, framework), scene.plan(16, 16, 0.01), 16)
     tensors = [framework.array(scene.case.arrays[name]) for name in ("query", "key", "key")]
@@ -500,19 +488,22 @@ def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -
     assert np.array_equal(np.broadcast_to(nearest, scene.nearest.shape), scene.nearest)
 
 
-@pytest.mark.parametrize(("framework", "scene"), without("mlx", in_libraries(COMPILERS, {TORCH: [], MLX: [1]})))
-def test_plan_compiles(framework: Framework, scene: Scene) -> None:
+@pytest.mark.parametrize(("framework", "index"), [(JAX, 1), (JAX, 2), (MLX, 1)], ids=str)
+def test_plan_compiles(framework: Framework, index: int) -> None:
+    pytest.importorskip(framework.module)
+    scene = LIBRARY_SCENES[index]
     actual = scene.plan(16, 16, 0.01, framework, compiled=True)
     assert_same_plan(actual, scene.plan(16, 16, 0.01), 16)
 
 
-def run_without_values(torch: Any, device: str) -> None:
+def test_plan_reads_no_value() -> None:
+    torch = pytest.importorskip("torch")
     for scene in LIBRARY_SCENES:
 
         def empty(x: Any) -> Any:
             if isinstance(x, tuple):
                 return tuple(map(empty, x))
-            return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device=device)
+            return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
 
         arrays = {name: empty(x) if isinstance(x, np.ndarray | tuple) else x for name, x in scene.arguments.items()}
         query, key = (empty(scene.case.arrays[name].astype(np.float32)) for name in ("query", "key"))
@@ -520,17 +511,8 @@ def run_without_values(torch: Any, device: str) -> None:
         for field in fields_of(call, [empty(x) for x in scene.measured.values()], 16, 16, 0.01):
             assert field.shape == (*query.shape[:2], -(-query.shape[2] // 16))
             assert field.dtype == torch.int32
-            assert field.device.type == device
+            assert field.device.type == "meta"
         tile = call.tile(batch=slice(0, 1), heads=slice(0, 1), queries=slice(3, 9), keys=slice(2, 30))
         assert tile.bias()[0].shape[-2:] == (6, 28)
         slopes = arrays["slopes"]
         assert horizon(slopes, torch.ones_like(slopes)).shape == slopes.shape
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_plan_reads_no_value(device: str) -> None:
-    torch = pytest.importorskip("torch")
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with contextlib.nullcontext() if device == "meta" else FakeTensorMode():
-        run_without_values(torch, device)

@@ -19,7 +19,7 @@ from alibi_core import plot
 
 
 def explained(**changes: Any) -> Explanation:
-    """Return what is said of two batch entries with 3 heads, 40 queries and 50 keys, in blocks of 16."""
+    """Return an explanation of two batch entries with 3 heads, 40 queries and 50 keys, in blocks of 16."""
     edges = np.asarray([0, 16, 32, 40])
     visible = np.stack([np.tile([0, 2, 5], (2, 1)), np.tile(edges[1:] + 10, (2, 1))], axis=-1)
     needed = np.stack([visible] * 3, axis=1)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 import alibi_core
-from tests.support.full import in_full
 
 ROOT = Path(__file__).parents[2]
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
@@ -24,7 +23,7 @@ MOST_LINES = 150  # of README
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", flags=re.MULTILINE)
 
-# What an example needs, by what it says.
+# Modules that an example needs, each with a pattern of its text.
 NEEDS = {
     "torch": r"\b(?:alibi_)?torch\b",
     "jax": r"\b(?:alibi_)?jax\b",
@@ -43,8 +42,8 @@ def examples() -> list[Any]:
     texts = {f"README, {HEADING.findall(section)[0]}": section for section in sections if BLOCK.search(section)}
     texts |= {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES[1:]}
     found = {name: BLOCK.findall(text) for name, text in texts.items()}
-    parameters = {name: pytest.param(name, blocks, id=name) for name, blocks in found.items() if blocks}
-    return [x if name.startswith("README") else in_full(x) for name, x in parameters.items()]
+    marks = {name: [] if name.startswith("README") else [pytest.mark.slow] for name in found}
+    return [pytest.param(name, blocks, id=name, marks=marks[name]) for name, blocks in found.items() if blocks]
 
 
 @pytest.mark.parametrize(("name", "blocks"), examples())
@@ -53,7 +52,7 @@ def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPa
     for module, said in NEEDS.items():
         if any(re.search(said, block) for block in blocks):
             pytest.importorskip(module, reason=f"the examples of {name} need {module}")
-    # What an example of several processes asks for: here they are one.
+    # Environment of an example of several processes, for one process.
     for variable, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(variable, value)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)

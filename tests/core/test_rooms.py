@@ -31,7 +31,7 @@ ROOMS = {name for name, path in MODULES.items() if path.name == "__init__.py" an
 
 @cache
 def names_at(door: str) -> frozenset[str]:
-    """Return what a module says that it exports, in ``__all__`` or as itself; it may be one of its files."""
+    """Return the names that a module exports, by ``__all__`` or by imports ``as`` themselves."""
     found: set[str] = set()
     for node in ast.parse(MODULES[door].read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":

@@ -1,6 +1,6 @@
 """An installation of the built wheel with one extra alone: the command line works, and README's examples run.
 
-Nothing is downloaded. What an extra declares is linked from this environment, and nothing else is there to be imported.
+Nothing is downloaded. The packages of an extra are linked from this environment, and no others can be imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from tests.core.test_readme import BLOCK, NEEDS, README, ROOT
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 EXTRAS = ("", "torch", "jax", "mlx", "transformers", "conformance", "plot")
 RUN_BLOCKS = """
 import doctest, json, sys

@@ -14,7 +14,7 @@ import pytest
 
 import alibi_core
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 LENGTH, HEAD_DIM, NUM_HEADS = 300, 4, 6  # six heads are no power of two
 U32 = 2.0**-24
@@ -104,19 +104,6 @@ def of_transformers(kind: str, arrays: tuple[Values, ...], **options: Any) -> Va
     with torch.no_grad():
         model(inputs_embeds=torch.zeros(2, LENGTH, width), use_cache=False)
     return found[0].unflatten(2, (NUM_HEADS, HEAD_DIM)).transpose(1, 2).numpy()
-
-
-@pytest.mark.parametrize("contract", ["bloom", "falcon", "mpt"])
-@pytest.mark.parametrize("num_heads", [8, 12])
-def test_contracts_have_the_bits_of_their_models(contract: str, num_heads: int) -> None:
-    torch = pytest.importorskip("torch")
-    module = pytest.importorskip(f"transformers.models.{contract}.modeling_{contract}")
-    if contract == "mpt":
-        row = module.build_mpt_alibi_tensor(num_heads, LENGTH)
-    else:
-        row = module.build_alibi_tensor(torch.ones(1, LENGTH, dtype=torch.int64), num_heads, torch.float32)
-    ours = alibi_core.key_bias(num_heads, LENGTH, contract=contract)
-    assert np.array_equal(row.float().numpy().reshape(ours.shape), ours)
 
 
 def test_bloom_counts_from_the_first_key() -> None:

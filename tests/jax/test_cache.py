@@ -14,13 +14,14 @@ import jax.numpy as jnp  # noqa: E402
 
 import alibi_core  # noqa: E402
 from alibi_jax import TPU, KVCache, attention  # noqa: E402
-from tests.support.full import first_of  # noqa: E402
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 700, 4, 2, 8
 SLOPES = jnp.asarray([1.0, 0.7, 0.5, 1.5])
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", first_of(["tiled", TPU(128, 128, interpret=True)]), ids=["tiled", "tpu"]
+    "implementation",
+    ["tiled", pytest.param(TPU(128, 128, interpret=True), marks=pytest.mark.slow)],
+    ids=["tiled", "tpu"],
 )
 
 
@@ -50,7 +51,7 @@ def last_attended(cache: KVCache, query: jax.Array, implementation: Any) -> jax.
     return COMPILED[not isinstance(implementation, str)](cache, query, implementation)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @IMPLEMENTATIONS
 def test_what_is_too_far_away_is_not_read(implementation: Any) -> None:
     cache = filled(3500, 4000)
@@ -65,7 +66,7 @@ def test_what_is_too_far_away_is_not_read(implementation: Any) -> None:
 
 
 # At level 0 the compiler rounds the scores that it compares in two ways, so that none is equal to the maximum.
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [None, QUICKLY], ids=["default", "level 0"])
 def test_a_cache_can_be_differentiated(options: Any) -> None:
     query = tokens(3, HEADS, seed=2)
@@ -81,7 +82,7 @@ def test_a_cache_can_be_differentiated(options: Any) -> None:
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_cache() -> None:
     query = tokens(1, HEADS, seed=2)
 
@@ -95,7 +96,7 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     assert temporaries(2**17) < temporaries(2**14) + 2 * KV_HEADS * 2**17 * HEAD_DIM * 2 // 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_an_overflow_hid_stays_nan() -> None:
     """Under jit nothing can be raised, and a shorter length does not bring back what was written over."""
     cache = KVCache.make(2, KV_HEADS, 10, HEAD_DIM)
@@ -174,14 +175,14 @@ def test_a_scan_decodes_in_one_program_what_attention_gives() -> None:
     scanned = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens))
     cache, found = scanned(first, tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value)))
     expected = attention(query, key, value, SLOPES, tolerance=0.0, implementation="dense")
-    # What is left out weighs 2**-24 of values of up to 5; the rest is rounding.
+    # Keys that are left out weigh 2**-24 of values of up to 5; the rest is rounding.
     np.testing.assert_allclose(jnp.swapaxes(found, 0, 1), expected, rtol=0, atol=4e-6)
     assert jax.tree.structure(cache) == jax.tree.structure(first)
     assert [x.shape for x in jax.tree.leaves(cache)] == [x.shape for x in jax.tree.leaves(first)]
     assert int(cache.length) == 400
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_cache_can_be_mapped_and_shown_whatever_its_leaves_are() -> None:
     cache = jax.vmap(lambda _: KVCache.make(2, KV_HEADS, 4, HEAD_DIM))(jnp.arange(3))
     longer = jax.vmap(lambda cache, key: cache.append(key, key))(cache, jnp.stack([tokens(2)] * 3))

@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 
 FIRST_WRONG = (0, 10, 2)
 
-# In a process of its own, as it reads beyond an array. What is there decides what comes out, so several lengths.
+# In a process of its own, because it reads beyond an array. Results depend on the memory there, so several lengths.
 REDUCED = """
 import json
 import jax, jax.numpy as jnp
@@ -28,7 +28,7 @@ print(json.dumps([any(wrong(length, barrier) for length in (64, 96, 128, 192))
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the library's kernels differ by processor")
 def test_the_compiler_still_needs_the_workaround() -> None:
     run = subprocess.run([sys.executable, "-c", REDUCED], capture_output=True, text=True, check=True)

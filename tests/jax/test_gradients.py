@@ -19,7 +19,6 @@ import alibi_jax  # noqa: E402
 from alibi_core.conformance.testing import COTANGENTS, Case, Sizes  # noqa: E402
 from tests.fuzz import TENSORS, Problem, departures  # noqa: E402
 from tests.support.frameworks import JAX, Backend  # noqa: E402
-from tests.support.full import first_of  # noqa: E402
 
 QUERY, KEY, VALUE, SLOPES, FUTURE = names = (*TENSORS, "slopes", "future_slopes")
 SUBSETS = ((QUERY,), (KEY,), (VALUE,), (SLOPES,), (QUERY, KEY), (KEY, VALUE), (QUERY, SLOPES), names[:4])
@@ -33,10 +32,8 @@ def asked(
     return Problem(case, dtype, compiled=compiled, closed_over=False, keeps_result=False)
 
 
-PROBLEMS = (
-    asked(QUERY),
-    asked(KEY, form="symmetric"),
-    asked(*names, form="asymmetric"),
+PROBLEMS = (asked(QUERY), asked(KEY, form="symmetric"), asked(*names, form="asymmetric"))
+OTHERS = (
     *(asked(*wrt) for wrt in SUBSETS[1:]),
     *(asked(QUERY, cotangent=x) for x in COTANGENTS if x != "ones"),
     *(asked(x, form="asymmetric") for x in (QUERY, FUTURE)),
@@ -50,19 +47,19 @@ PROBLEMS = (
 )
 
 
-@pytest.mark.parametrize("problem", first_of(PROBLEMS, keep=3), ids=str)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)], ids=str)
 def test_gradients_asked_for_alone_are_right(problem: Problem) -> None:
     assert not departures(problem, Backend(JAX, "alibi_jax", None))[0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 def test_gradients_asked_for_alone_of_dense_attention_are_right(name: str) -> None:
     assert not departures(asked(name), Backend(JAX, "alibi_jax", "dense"))[0]
 
 
-# What a user's own program adds to a fusion: a sum or a maximum of what comes out.
-@pytest.mark.full
+# A user's program may add a sum or a maximum of the result to a fusion.
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["tiled", "dense"])
 @pytest.mark.parametrize(("constant", "form"), [("value", "causal"), ("key", "symmetric")])
 def test_repeated_numbers_for_keys_or_values_are_right_beside_a_sum(
@@ -80,7 +77,7 @@ def test_repeated_numbers_for_keys_or_values_are_right_beside_a_sum(
     np.testing.assert_allclose(found, expected, atol=128 * 128 * 2.0**-24 * 4)  # sums of 128 rows of 128 values up to 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_sums_of_gradients_are_right() -> None:
     query, *rest = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 32))
 

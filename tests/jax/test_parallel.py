@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from alibi_jax import attention, parallel
-from tests.support.full import first_of
 
 NAMES = (
     "four devices, asymmetric, window, segments",
@@ -68,12 +67,12 @@ def compiled_for_tpus() -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in _lines("tests.support.parallel_topologies")}
 
 
-@pytest.mark.parametrize("name", first_of(NAMES))
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_devices_give_the_exact_answer_and_gradients(name: str) -> None:
     assert assert_no_problem(name)["cases"] >= 3
 
 
-@pytest.mark.parametrize("name", first_of(OTHERS))
+@pytest.mark.parametrize("name", ["few hops", pytest.param("not finite", marks=pytest.mark.slow)])
 def test_other_programs_on_several_devices(name: str) -> None:
     assert_no_problem(name)
 
@@ -81,7 +80,7 @@ def test_other_programs_on_several_devices(name: str) -> None:
 # --- What TPUs would send ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5e:4x4"])
 def test_tpus_pass_keys_on_and_gather_nothing(topology: str) -> None:
@@ -161,7 +160,7 @@ def test_inside_shard_map_there_must_be_such_an_axis() -> None:
         _inside(functools.partial(parallel.attention, axis_name="sequence"), _mesh("tokens"), *_tensors())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
     tensors = _tensors()
     mesh, spec = _mesh("tokens", "other"), Spec(None, "tokens", "other")
@@ -169,7 +168,7 @@ def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
         ValueError, match="slopes must be given, or head_axis, where query is divided along 'other' too"
     ):
         _inside(functools.partial(parallel.attention, axis_name="tokens"), mesh, *tensors, spec=spec)
-    with pytest.raises(ValueError, match="where query is divided along 'other' too"):  # which nobody can tell here
+    with pytest.raises(ValueError, match="where query is divided along 'other' too"):  # a device's heads are unknown
         jax.shard_map(
             functools.partial(parallel.attention, axis_name="tokens"),
             mesh=mesh,

@@ -116,7 +116,7 @@ WAYS = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_eight_devices_give_the_answer_of_one() -> None:
     # All ways in one process: half of what it takes is to start one, and to compute what is expected.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}

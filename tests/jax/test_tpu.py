@@ -20,7 +20,6 @@ import alibi_jax  # noqa: E402
 from alibi_core.conformance.testing import DATA, FAR, FORMS, PER_BATCH, Case, Sizes  # noqa: E402
 from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
 from alibi_jax import TPU  # noqa: E402
-from tests.support.full import in_full  # noqa: E402
 from tests.support.tpu_cases import (  # noqa: E402
     INTERPRETED,
     STEEP,
@@ -53,7 +52,6 @@ STRUCTURES = {
     "asymmetric, pairs": Case(Sizes(2, 2, 1, (127, 300), 5), "asymmetric", None, 130, "pair", None, True, 0),
     "clamped, one row of ids": Case(Sizes(2, 2, 1, (128, 300), 5), "clamped", -20, None, "one row", None, False, 0),
 }
-FAST = ("asymmetric, offsets, window",)
 LOW_PRECISION = ("causal", "decoding", "asymmetric, offsets, window", "causal, packed, key mask")
 
 
@@ -78,14 +76,17 @@ def filled(draw: st.DrawFn, structure: Case, data: tuple[str | None, ...] = (Non
 MANY = settings(max_examples=max(6, settings.default.max_examples // 3))
 
 
-@pytest.mark.parametrize("structure", [*FAST, *map(in_full, (x for x in STRUCTURES if x not in FAST))])
+@pytest.mark.parametrize(
+    "structure",
+    [pytest.param(x, marks=[] if x == "asymmetric, offsets, window" else pytest.mark.slow) for x in STRUCTURES],
+)
 @MANY
 @given(data=st.data())
 def test_result_and_gradients_are_exact_to_rounding(structure: str, data: st.DataObject) -> None:
     assert_exact(data.draw(filled(STRUCTURES[structure])))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", LOW_PRECISION)
 @MANY
 @given(data=st.data())
@@ -95,14 +96,14 @@ def test_bfloat16_is_exact_to_its_rounding(structure: str, data: st.DataObject) 
     assert_exact(data.draw(hostile), "bfloat16", tolerance=tolerance)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [41915, 42648])
 def test_products_that_are_subnormal_may_become_zero(seed: int) -> None:
     # Weights of 1e-37 or so, times cotangents below 1/16: the sum of a group's is a normal number, no product is.
     assert_exact(dataclasses.replace(STRUCTURES["decoding"], seed=seed), "bfloat16", tolerance=0.0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(max_examples=60 if IS_THOROUGH else 2)  # each compiles
 @given(data=st.data())
@@ -153,7 +154,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", NOTHING)
 def test_a_query_that_may_look_nowhere_gives_zeros_and_gets_none(rule: str) -> None:
     case = plain(Sizes(2, 1, 2, (129, 257), 5), slopes=[0.25, 0.0])
@@ -162,7 +163,7 @@ def test_a_query_that_may_look_nowhere_gives_zeros_and_gets_none(rule: str) -> N
         np.testing.assert_array_equal(array, np.zeros_like(array), err_msg=name)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_some_rows_that_see_nothing_leave_the_others_alone() -> None:
     # Queries before all keys, ids that no key has, and an entry without any visible key.
     case = plain(Sizes(3, 1, 2, (300, 257), 5), slopes=[0.25, 0.0])
@@ -177,7 +178,7 @@ def test_some_rows_that_see_nothing_leave_the_others_alone() -> None:
     assert np.all(found["result"][0, :, 50:90] != 0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", [(-(2**31), 2**31 - 1), (-2, -1), (0, -2)], ids=str)
 def test_segments_of_any_number_and_masked_keys_are_told_apart(ids: tuple[int, int]) -> None:
     case = plain(Sizes(1, 1, 1, (300, 300), 5), slopes=[0.0])
@@ -186,7 +187,7 @@ def test_segments_of_any_number_and_masked_keys_are_told_apart(ids: tuple[int, i
         assert_exact(replaced(case, arguments=arguments))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_padding_that_hides_the_nearest_thousands_of_keys() -> None:
     # Who looks from afar sees keys that differ by a step of the bias, however far away all are.
     case = plain(Sizes(2, 1, 2, (130, 3000), 5), slopes=[0.5, 2.0])
@@ -203,7 +204,7 @@ LONG = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("tolerance", [None, 0.0])
 @pytest.mark.parametrize("form", LONG)
 def test_rows_longer_than_horizons_are_exact(form: str, tolerance: float | None) -> None:
@@ -221,7 +222,7 @@ def test_blocks_that_need_no_keys_are_skipped() -> None:
     assert np.all(assert_exact(case)["result"][0, :, 256:384] == 0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [(128, 256), (256, 128), (512, 512)], ids=str)
 def test_blocks_of_any_size_give_the_same(blocks: tuple[int, int]) -> None:
     case = STRUCTURES["causal, more queries"]

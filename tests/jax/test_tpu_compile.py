@@ -21,7 +21,7 @@ import pytest
 from tests.support.tpu import collectives, devices_of, pretend
 
 MISSING = [name for name in ("jax", "flax", "libtpu") if importlib.util.find_spec(name) is None]
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")]
 
 TOPOLOGIES = {"v5e:2x2": "v5litepod-4", "v5p:2x2x1": "v5p-8", "v6e:2x2": "v6e-4"}  # and the machines that have them
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -103,8 +103,9 @@ def main(topology: str) -> None:
                 text = compiled.as_text()
             except RuntimeError:
                 text = ""
-            arrays = re.findall(r"\b(?:pred|[a-z]+\d+)\[([\d,]+)\]", text)
-            found["largest"] = max((math.prod(map(int, x.split(","))) for x in arrays), default=0)
+            arrays = re.findall(r"\b(pred|[a-z]+(\d+))\[([\d,]+)\]", text)
+            sizes = (math.prod(map(int, axes.split(","))) * int(bits or 8) // 8 for _, bits, axes in arrays)
+            found["largest"] = max(sizes, default=0)  # bytes: the compiler may move an array as int8
             found["kernels"] = sorted(set(re.findall(r"alibi_(?:forward|backward_of_\w+?)\b", text)))
             found["sent"] = list(collectives(text))
         print(json.dumps({"name": name, **found}), flush=True)
@@ -134,7 +135,7 @@ def test_kernels_compile_with_temporaries_that_are_linear_in_the_length(topology
         if name in UNPRINTABLE and not line["kernels"]:
             continue
         assert set(line["kernels"]) == KERNELS, name
-        assert line["largest"] <= elements, name  # no array is of the size of the scores of one head
+        assert line["largest"] <= 4 * elements, name  # no array has the bytes of the float32 scores of one head
         # Slopes' gradients are summed over the batch, and chips agree on how far loops go: a few numbers.
         assert all(x["kind"] == "all-reduce" and x["elements"] <= 64 for x in line["sent"]), name
         assert name == "divided" or not line["sent"], name

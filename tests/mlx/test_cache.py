@@ -183,7 +183,7 @@ def test_key_norms_bound_the_keys_held_whatever_way_tokens_were_taken_back(way: 
     cache = KVCache()
     for step, factor in ((129, 1000.0), (60, 1.0), (130, 3.0)):
         keys = factor * normal(1, 2, step, HEAD_DIM)
-        cache.update_and_fetch(1000 * keys, keys)  # what is to be forgotten
+        cache.update_and_fetch(1000 * keys, keys)  # tokens that are removed below
         mx.eval(cache.key_norms)
         if way == "trim":
             assert cache.trim(step) == step
@@ -228,7 +228,7 @@ def test_masks_and_segments_cover_the_cached_tokens() -> None:
         for cache in (layer.make_cache(), ForeignCache()):
             layer(x[:, :5], cache=cache)
             decoded = layer(x[:, 5:], cache=cache, **later)
-            # What the earlier queries were shown does not change keys and values.
+            # Keys and values do not depend on the mask of earlier queries.
             assert_close(decoded, layer(x, **arguments)[:, 5:], terms=HEADS * HEAD_DIM)
 
 

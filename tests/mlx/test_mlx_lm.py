@@ -38,7 +38,7 @@ def model(directory: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Return a tokenizer of words ``w0``, ``w1`` and so on, none of which ends a text."""
+    """Return a tokenizer of words ``w0``, ``w1`` and so on, without a token that ends a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -109,9 +109,11 @@ def test_a_mask_beside_the_cache_of_a_batch_hides_what_either_hides(model: Any) 
     mask = mx.arange(5) != 3
     cache = BatchKVCache([0, 2])
     found = layer(x, cache=cache, mask=mask)
+    same = layer(x, cache=BatchKVCache([0, 2]), mask=mx.broadcast_to(mask, (2, 5)))
+    assert mx.array_equal(same, found)
     np.testing.assert_allclose(found[:1], layer(x[:1], mask=mask), rtol=0, atol=1e-6)
     np.testing.assert_allclose(found[1:, 2:], layer(x[1:, 2:], mask=mask[2:]), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="cannot be broadcast"):
+    with pytest.raises(ValueError, match="mask must broadcast"):
         layer(x, cache=cache, mask=mx.ones((7,)) > 0)
     assert cache.size() == 5
 

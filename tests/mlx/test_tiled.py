@@ -16,7 +16,6 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from alibi_mlx import attention  # noqa: E402
-from tests.support.full import first_of  # noqa: E402
 
 
 def test_a_tolerance_of_zero_evaluates_nothing() -> None:
@@ -29,7 +28,7 @@ def test_a_tolerance_of_zero_evaluates_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("lengths", first_of([pytest.param((17, 16)), pytest.param((17, 1025))]))
+@pytest.mark.parametrize("lengths", [pytest.param((17, 16)), pytest.param((17, 1025), marks=pytest.mark.slow)])
 def test_compiled_gradients_are_those_that_are_not(lengths: tuple[int, int]) -> None:
     names, rng = ("query", "key", "value", "slopes", "future_slopes"), np.random.default_rng(0)
     shapes = [(1, 4, lengths[0], 5), *[(1, 2, lengths[1], 5)] * 2, (4,), (4,)]
@@ -60,7 +59,7 @@ for form in ({}, {"mask": mx.ones((1, 1, 1, 1), mx.bool_), "is_causal": False, "
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_new_length_has_no_kernel_compiled(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMPILED_AT_SEVERAL_LENGTHS]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where MLX keeps the kernels that it has compiled
@@ -79,8 +78,8 @@ def peak(compute: Callable[[], Any]) -> int:
     return mx.get_peak_memory() - before
 
 
-@pytest.mark.parametrize("compiled", first_of([False, True]))
-@pytest.mark.parametrize("form", first_of([{}, {"is_causal": False}]))
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [{}, pytest.param({"is_causal": False}, marks=pytest.mark.slow)])
 def test_memory_grows_with_the_length_alone(form: dict[str, Any], compiled: bool) -> None:
     wrap = mx.compile if compiled else lambda function: function
     rows = {}
@@ -91,5 +90,5 @@ def test_memory_grows_with_the_length_alone(form: dict[str, Any], compiled: bool
         mx.eval(both(*tensors))  # what is made only once
         rows[length] = peak(lambda: both(*tensors))  # noqa: B023
     scores = 4 * 2 * 2048**2
-    assert rows[2048] < scores  # of which attention that held them would hold several times as many
+    assert rows[2048] < scores  # attention that holds all scores takes several times as much
     assert rows[2048] < 2.5 * rows[1024]

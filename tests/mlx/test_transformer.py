@@ -38,7 +38,7 @@ def loss_of(model, batch):
     return nn.losses.cross_entropy(model(batch[:, :-1]), batch[:, 1:], reduction="mean")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_in_a_compiled_step_lowers_the_loss():
     mx.random.seed(0)
     model, batch = AlibiLanguageModel(dataclasses.replace(SMALL, num_layers=1), VOCAB_SIZE), tokens(4, 14)

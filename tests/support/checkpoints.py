@@ -46,7 +46,7 @@ def load(backend: str, directory: Any, **options: Any) -> Any:
 
 
 def run(backend: str, model: Any, ids: np.ndarray, **arguments: np.ndarray) -> np.ndarray:
-    """Return what a model makes of tokens."""
+    """Return a model's result for tokens, as a NumPy array."""
     framework = FRAMEWORK[backend]
     with importlib.import_module("torch").no_grad() if backend == "torch" else contextlib.nullcontext():
         return framework.numpy(model(framework.array(ids), **framework.placed(arguments)))

@@ -29,9 +29,9 @@ class Case:
     dtype: str = "float32"
     tolerance: float | None = None
     seed: int = 0
-    cuts: tuple[float, ...] = ()  # where segments begin, as shares of the length
-    large: tuple[tuple[str, int, int, int], ...] = ()  # of which tensor, near which border, on which side, by how much
-    shift: float = 0.0  # of all keys, along one feature, in hundreds, away from most queries
+    cuts: tuple[float, ...] = ()  # starts of segments, as shares of the length
+    large: tuple[tuple[str, int, int, int], ...] = ()  # factors: tensor, border of shards, side, power of 4
+    shift: float = 0.0  # of all keys along one feature, in hundreds, away from queries
     drift: float = 0.0  # of the keys of the first half, along the feature that queries look for
 
     def varied(self, seed: int) -> Case:
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def share(self) -> float:
-        """What share of softmax weight may be left out."""
+        """The share of softmax weight that may be left out."""
         return UNIT_ROUNDOFF[self.dtype] if self.tolerance is None else self.tolerance
 
     @property
@@ -80,7 +80,7 @@ class Case:
 def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool) -> None:
     """Assert that the result and its gradients are exact, but for rounding and for a share of softmax weight.
 
-    What is found is ``result``, and gradients under the names of arguments, those of slopes summed over batch entries.
+    ``found`` has ``result``, and gradients by argument; gradients of slopes are summed over batch entries.
     """
     arrays, share = call.arrays(), call.share
     exact = {name: x if name == "ids" else rounded(x, call.dtype) for name, x in arrays.items()}

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.full import as_parameter, in_full
-
 
 @dataclass(frozen=True)
 class Framework:
@@ -25,6 +23,9 @@ class Framework:
     name: str
     module: str
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def xp(self) -> Any:
@@ -78,7 +79,8 @@ class Framework:
             import torch
 
             torch._dynamo.reset()  # or it counts the many functions compiled here as one compiled too often
-            return torch.compile(function, fullgraph=True, dynamic=False)
+            # Not by Inductor, which takes a minute for each; a few tests in tests/torch compile as users do.
+            return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
         if self.name == "jax":
             import jax
 
@@ -132,7 +134,7 @@ class Backend:
         return self.layout(self.framework.numpy(result))
 
     def explain(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str, **arguments: Any) -> Any:
-        """Return what the backend's ``explain`` says of a call, having checked that its horizons are NumPy's."""
+        """Return the backend's explanation of a call, and check that its horizons are NumPy's."""
         tensors = self.place(query, key, value, slopes, dtype=dtype)
         said = importlib.import_module(self.module).explain(*tensors, **self.framework.placed(arguments))
         assert type(said.horizons) is np.ndarray
@@ -171,7 +173,7 @@ class Backend:
         def function(*tensors: Any) -> Any:
             return attention(**placed | dict(zip(names, tensors, strict=True)))
 
-        gradients = _GRADIENTS[self.framework.name](function, [placed[name] for name in names], weight)
+        gradients = GRADIENTS[self.framework.name](function, [placed[name] for name in names], weight)
         values = dict(zip(names, map(self.framework.numpy, gradients), strict=True))
         return {name: x if "slopes" in name else self.layout(x) for name, x in values.items()}
 
@@ -197,29 +199,39 @@ def _mlx_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any
     return found if len(tensors) > 1 else [found]  # MLX returns the only gradient by itself
 
 
-_GRADIENTS = {"torch": _torch_gradients, "jax": _jax_gradients, "mlx": _mlx_gradients}
-
-_BACKENDS = [
-    *(Backend(framework, "alibi_core", None) for framework in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)),
-    *(Backend(TORCH, "alibi_torch", name) for name in ("tiled", "sdpa", "dense")),
-    *(Backend(JAX, "alibi_jax", name) for name in ("tiled", "dense")),
-    *(Backend(MLX, "alibi_mlx", name) for name in ("tiled", "dense")),
-]
+GRADIENTS = {"torch": _torch_gradients, "jax": _jax_gradients, "mlx": _mlx_gradients}
 
 
-def param(item: Any, name: str, framework: Framework) -> Any:
+def param(item: Any, name: str, framework: Framework, *marks: Any) -> Any:
     module = framework.module.partition(".")[0]
     missing = importlib.util.find_spec(module) is None
-    return pytest.param(item, id=name, marks=pytest.mark.skipif(missing, reason=f"{module} is not installed"))
+    return pytest.param(item, id=name, marks=[pytest.mark.skipif(missing, reason=f"{module} is not installed"), *marks])
+
+
+def backend_param(framework: Framework, module: str, implementation: str | None, *marks: Any) -> Any:
+    item = Backend(framework, module, implementation)
+    return param(item, item.name, framework, *marks)
 
 
 FRAMEWORKS = [param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
 COMPILERS = [param(f, f.name, f) for f in (TORCH, JAX, MLX)]
 FRAMEWORK = {f.name: f for f in (TORCH, JAX, MLX)}
 NAMES = [param(f.name, f.name, f) for f in FRAMEWORK.values()]
-# JAX compiles each call, and has little of its own in these.
-_IN_FULL = ("alibi_core[jax]", "alibi_jax[dense]")
-BACKENDS = [(in_full if b.name in _IN_FULL else as_parameter)(param(b, b.name, b.framework)) for b in _BACKENDS]
+# For tests in which JAX compiles for long.
+NAMES_SLOW_IN_JAX = [
+    param("torch", "torch", TORCH),
+    param("jax", "jax", JAX, pytest.mark.slow),
+    param("mlx", "mlx", MLX),
+]
+BACKENDS = [
+    *(backend_param(framework, "alibi_core", None) for framework in (NUMPY, STRICT, TORCH, MLX, DASK)),
+    *(backend_param(TORCH, "alibi_torch", name) for name in ("tiled", "sdpa", "dense")),
+    backend_param(JAX, "alibi_jax", "tiled"),
+    *(backend_param(MLX, "alibi_mlx", name) for name in ("tiled", "dense")),
+    # JAX compiles each call, and has little of its own in these.
+    backend_param(JAX, "alibi_jax", "dense", pytest.mark.slow),
+    backend_param(JAX, "alibi_core", None, pytest.mark.slow),
+]
 LAYER_BACKENDS = [x for x in BACKENDS if x.values[0].module != "alibi_core"]
 LIBRARIES = [param(Backend(f, f"alibi_{f.name}", None), f.name, f) for f in (TORCH, JAX, MLX)]
-DIFFERENTIABLE = [x for x in BACKENDS if x.values[0].framework.name in _GRADIENTS]
+DIFFERENTIABLE = [x for x in BACKENDS if x.values[0].framework.name in GRADIENTS]

@@ -30,26 +30,18 @@ def make_layer(name: str, **arguments: Any) -> Any:
 
 def save(name: str, layer: Any, path: Path) -> None:
     """Save a layer's weights as its users would."""
-    if name == "torch":
-        from safetensors.torch import save_file
-
-        save_file(layer.state_dict(), path)
-    elif name == "jax":
-        importlib.import_module("alibi_jax").save_weights(layer, path)
-    else:
+    if name == "mlx":
         layer.save_weights(str(path))
+    else:
+        importlib.import_module(f"alibi_{name}").save_weights(layer, path)
 
 
 def load(name: str, layer: Any, path: Path) -> None:
     """Load a layer's weights as its users would."""
-    if name == "torch":
-        from safetensors.torch import load_file
-
-        layer.load_state_dict(load_file(path))
-    elif name == "jax":
-        importlib.import_module("alibi_jax").load_weights(layer, path)
-    else:
+    if name == "mlx":
         layer.load_weights(str(path))
+    else:
+        importlib.import_module(f"alibi_{name}").load_weights(layer, path)
 
 
 def cast(name: str, layer: Any, dtype: str) -> None:

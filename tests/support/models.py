@@ -23,7 +23,7 @@ class Model:
     inner: Any
 
     def __call__(self, x: Any, caches: Any = None, **arguments: Any) -> np.ndarray:
-        """Return what the model makes of vectors or tokens; the caches given are longer then."""
+        """Return the model's result for vectors or tokens, and append them to the caches."""
         array = FRAMEWORK[self.name].array
         given = {name: array(value) for name, value in arguments.items()}
         result = self.inner(array(x), **given | ({} if caches is None else {"caches": caches}))

@@ -30,7 +30,7 @@ from tests.support.divided import Case, assert_exact
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled for a case, whose data may be others. Axes of the mesh that have length 1 are left out."""
+    """The program compiled for a case, whatever its data. The mesh has no axes of length 1."""
 
     case: Case
     batch_shards: int = 1
@@ -61,7 +61,7 @@ PROGRAMS = {
 
 
 def hostile(case: Case) -> Case:
-    """Return the case with a key so large that queries of all shards look for it, and one that only comes near."""
+    """Return the case with one key that queries of all shards need, and one key that is nearly as large."""
     last = case.shards
     return replace(case, seed=1, large=(("key", 0, 0, 6), ("query", last, 1, 3), ("key", last // 2, 1, 3)), cuts=(0.6,))
 
@@ -129,7 +129,7 @@ def few_hops() -> int:
 
 def not_finite() -> int:
     """Check that a NaN in a key reaches every query after it, on all devices."""
-    length, heads, head_dim = 4 * 2048, 2, 4  # so many that XLA's maximum of a shard passes over a NaN
+    length, heads, head_dim = 4 * 2048, 2, 4  # long shards: XLA's maximum of so many numbers ignores a NaN
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("tokens",))
     random = np.random.default_rng(0)
     query, key, value = (jnp.asarray(random.normal(size=(1, length, heads, head_dim)), jnp.float32) for _ in range(3))

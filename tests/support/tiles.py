@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from alibi_core.backend import AttentionCall
-from alibi_core.backend.horizon import Job, tiled_as
+from alibi_core.backend import horizon
+from alibi_core.backend.checks import namespace_of
 from alibi_core.conformance.testing import DATA, LONGER, STEEP, UNIT_ROUNDOFF, Answer, Case, cases
 from alibi_core.conformance.testing import assert_within_budget as assert_within
-from tests.support.frameworks import TORCH, Backend
+from tests.support.frameworks import Backend
 
 TOLERANCES = (0.3, 0.01, 1e-4, 2.0**-24)
 LONGER_CASES = st.sampled_from(LONGER).flatmap(lambda sizes: cases(sizes=sizes))
@@ -31,6 +29,12 @@ SPANS = {
 }
 
 
+def norm_bounds(vectors: Any) -> Any:
+    """Return the core's bounds of norms, of low precision in float32."""
+    xp = namespace_of(vectors)
+    return horizon.norm_bounds(xp.astype(vectors, xp.float32) if "16" in str(vectors.dtype) else vectors)
+
+
 @dataclass(frozen=True)
 class Tiling:
     """The sizes that decide how a call is cut up, in place of those by default."""
@@ -44,24 +48,40 @@ class Tiling:
     call_scores: int = 0
     short: int = 0
 
-    def applied(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
-        default = room_of(backend).tiling()
-        blocks = {"q_block": self.rows[1], "kv_block": 1, "most_blocks": self.blocks}
-        sizes = {
-            name: getattr(self, name) for name in ("rows", "few", "bias_elements", "kernel_elements", "call_scores")
-        }
-        changes = blocks | sizes | {"part_elements": self.plan_elements, "worthwhile": 0, "short": self.short}
-        return tiled_as(dataclasses.replace(default, **changes))
-
-
-def room_of(backend: Backend) -> Any:
-    """Return the module that cuts up a backend's calls."""
-    return importlib.import_module("alibi_torch._cpu" if backend.framework is TORCH else "alibi_mlx._plan")
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        return horizon.tiled_as(
+            horizon.Tiling(
+                q_block=self.rows[1],
+                kv_block=1,
+                most_blocks=self.blocks,
+                part_elements=self.plan_elements,
+                worthwhile=0,
+                norm_bounds=norm_bounds,
+                few=self.few,
+                rows=self.rows,
+                bias_elements=self.bias_elements,
+                call_scores=self.call_scores,
+                kernel_elements=self.kernel_elements,
+                short=self.short,
+            )
+        )
 
 
 def planned_from(keys: int) -> contextlib.AbstractContextManager[None]:
     """Have PyTorch measure, and leave out what norms prove not to matter, from so many keys on."""
-    return tiled_as(dataclasses.replace(importlib.import_module("alibi_torch._cpu").tiling(), short=keys))
+    return horizon.tiled_as(
+        horizon.Tiling(
+            64,
+            128,
+            worthwhile=20,
+            norm_bounds=norm_bounds,
+            few=16,
+            rows=(64, 256),
+            bias_elements=2**22,
+            call_scores=15_000,
+            short=keys,
+        )
+    )
 
 
 TILINGS = st.builds(
@@ -81,29 +101,6 @@ def plain(sizes: Any, form: str = "causal", seed: int = 0, **arguments: Any) -> 
     """Return a case of full, aligned rows, with these arguments besides, and with slopes that entries share."""
     case = Case(sizes, form, None, None, None, None, slopes_per_batch=False, seed=seed)
     return case.with_arguments(form, case.arguments | arguments)
-
-
-def planning(backend: Backend, case: Case) -> tuple[AttentionCall, list[Any]]:
-    """Return a call, and its query, key and value."""
-    *tensors, slopes = backend.place(*(case.arrays[x] for x in ("query", "key", "value", "slopes")), dtype="float32")
-    xp = importlib.import_module("array_api_compat.torch") if backend.module == "alibi_torch" else backend.framework.xp
-    return AttentionCall.check(*tensors, slopes, **backend.framework.placed(case.arguments), xp=xp), tensors
-
-
-def jobs_of(backend: Backend, case: Case, tolerance: float = 2.0**-24) -> list[Job]:
-    """Return the jobs that a call is made of."""
-    call, tensors = planning(backend, case)
-    call = dataclasses.replace(call, tolerance=tolerance)
-    if backend.framework is TORCH:
-        return [job for x in room_of(backend).plan_of(call, *tensors[:2], None) for job in x.jobs]
-    return list(room_of(backend).jobs(call, *tensors, None))
-
-
-def without_offsets_by_entry(case: Case) -> Case:
-    """Return the case with one offset for all: jobs are planned of a call whose offset is an int."""
-    if not isinstance(case.arguments.get("q_offset"), np.ndarray):
-        return case
-    return case.with_arguments(case.form, case.arguments | {"q_offset": 1})
 
 
 def attend(backend: Backend, case: Case, dtype: str, **changes: Any) -> np.ndarray:

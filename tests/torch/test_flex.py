@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import alibi_torch  # noqa: E402
 from alibi_core.backend import AttentionCall  # noqa: E402
-from tests.support.full import first_of  # noqa: E402
 
 # PyTorch's compiler asks each tensor for that, and hides this warning where it is no error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -159,7 +158,7 @@ def assert_exact(inputs: Sequence[torch.Tensor], arguments: dict[str, Any], roun
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return which blocks are named by lists, of which the first ``counts`` entries count: ``[..., rows, columns]``."""
+    """Return which blocks the first ``counts`` entries of each list name: ``[..., rows, columns]``."""
     result = torch.zeros(indices.shape, dtype=torch.bool)
     for index in itertools.product(*map(range, indices.shape[:-1])):
         chosen = indices[index][: int(counts[index])].tolist()
@@ -221,14 +220,19 @@ KERNEL = "torch.nn.attention.flex_attention.flex_attention"
 
 
 @pytest.fixture
-def emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an emulation that has gradients stand in the place of FlexAttention, which refuses them on a CPU."""
-    monkeypatch.setattr(KERNEL, emulated)
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let FlexAttention be called where it is refused, as the interpreter of a TPU's kernel is: on a CPU, on meta."""
     monkeypatch.setattr("alibi_torch._dispatch.refusal", lambda *_: None)
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BlockMask]:
+def emulation(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an emulation that has gradients stand in the place of FlexAttention, which has none on a CPU."""
+    monkeypatch.setattr(KERNEL, emulated)
+
+
+@pytest.fixture
+def planned(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BlockMask]:
     """Return a function from a call's arguments to the block mask that FlexAttention is given."""
     masks: list[BlockMask] = []
 
@@ -241,7 +245,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BlockMask]:
         return masks.pop()
 
     monkeypatch.setattr(KERNEL, kernel)
-    monkeypatch.setattr("alibi_torch._dispatch.refusal", lambda *_: None)
     return mask_of
 
 
@@ -318,7 +321,7 @@ def test_flex_attention_itself_takes_what_it_is_given(name: str) -> None:
 
 
 @pytest.mark.usefixtures("emulation")
-@pytest.mark.parametrize(("lengths", "arguments"), first_of(TABLE, keep=10))
+@pytest.mark.parametrize(("lengths", "arguments"), TABLE[:10])
 def test_gradients_of_what_the_kernels_are_given(lengths: tuple[int, int], arguments: dict[str, Any]) -> None:
     assert_exact(tensors(lengths), arguments)
 
@@ -390,14 +393,13 @@ def test_distances_are_exact_at_any_position(monkeypatch: pytest.MonkeyPatch) ->
     assert found == [0, -1, -2, -3]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("slopes", [None, SLOPES], ids=["default slopes", "slopes"])
 @pytest.mark.parametrize("name", ["scale", "offset by batch", "segments by batch", "asymmetric", "points"])
 def test_plan_and_gradients_are_traced_into_what_the_caller_compiles(
-    name: str, slopes: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+    name: str, slopes: torch.Tensor | None, on_any_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr("alibi_torch._dispatch.refusal", lambda *_: None)
     torch._dynamo.reset()
     lengths, arguments = CASES[name]
     compiler = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
@@ -427,6 +429,18 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
             attend(*(x.to(device, dtype) for x in inputs), slopes=None)
     with pytest.raises(NotImplementedError, match=r"by torch\.func; 'tiled' and 'sdpa' and 'dense' can run this call"):
         torch.func.vmap(attend)(*inputs)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_kernel_options_are_those_of_flex_attention() -> None:
+    inputs = tensors((5, 5))
+    found = attend(*inputs, kernel_options={"PRESCALE_QK": False})
+    assert torch.equal(found, attend(*inputs))
+    with pytest.raises(ValueError, match="BACKEND value 'NONE'"):  # FlexAttention's own error
+        attend(*inputs, kernel_options={"BACKEND": "NONE"})
+    with pytest.raises(ValueError, match="kernel_options must be None without implementation='flex', got"):
+        alibi_torch.attention(*inputs, kernel_options={"BACKEND": "FLASH"})
+    assert alibi_torch.explain(*inputs, implementation="flex", kernel_options={}).implementation == "flex"
 
 
 # --- CUDA ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ pytest.importorskip("torch")
 import torch
 
 MISSING = importlib.util.find_spec("triton") is None
-pytestmark = [pytest.mark.full, pytest.mark.skipif(MISSING, reason="triton is not installed")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING, reason="triton is not installed")]
 
 SHARED = 232_448  # bytes that a block of threads may have on an H100
 LENGTH = 4096
@@ -119,7 +119,7 @@ def triton_of(graph: Any, inputs: list[Any]) -> str:
 
 
 def compiled(name: str, source: str, target: Any) -> dict[str, Any]:
-    """Return what the compilers say of a kernel."""
+    """Return the compilers' report on a kernel."""
     import triton
     from torch._inductor.codecache import PyCodeCache
 

@@ -23,18 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 from alibi_torch import AlibiAttention, attention, parallel  # noqa: E402
-from tests.support.full import in_full  # noqa: E402
 from tests.support.parallel_processes import CHECKS  # noqa: E402
 
 LIMIT = 200  # seconds, after which processes are hanging
 
 
-IN_FULL = ("four processes", "long")
+SLOW = ("two processes", "four processes", "long")
 
 
 @functools.cache
 def found(*names: str) -> dict[str, list[dict[str, Any]]]:
-    """Return what all processes found, by check."""
+    """Return the results of all processes, by check."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.support.parallel_processes", *names],
         capture_output=True,
@@ -52,21 +51,20 @@ def found(*names: str) -> dict[str, list[dict[str, Any]]]:
 
 def passed(name: str) -> int:
     """Assert that no process found a problem, and return how many cases there were."""
-    lines = found(*(x for x in CHECKS if (x in IN_FULL) == (name in IN_FULL)))[name]
+    lines = found(*(x for x in CHECKS if (x in SLOW) == (name in SLOW)))[name]
     problems = [f"process {x['rank']}: {x['problem']}" for x in lines if x["problem"]]
     assert not problems, "\n".join(problems)
     assert len(lines) == (3 if name == "absence" else 4)
     return int(lines[0]["cases"])
 
 
-@pytest.mark.parametrize(
-    ("name", "cases"), [("one process", 10), in_full(("two processes", 30)), in_full(("four processes", 50))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cases"), [("two processes", 30), ("four processes", 50)])
 def test_processes_give_the_exact_answer_and_gradients(name: str, cases: int) -> None:
     assert passed(name) == cases
 
 
-@pytest.mark.parametrize("name", ["hostile", in_full("long")])
+@pytest.mark.parametrize("name", ["hostile", pytest.param("long", marks=pytest.mark.slow)])
 def test_hostile_and_long_sequences_are_exact_too(name: str) -> None:
     assert passed(name)
 
@@ -85,10 +83,6 @@ def test_heads_may_be_divided_besides_tokens() -> None:
 
 def test_a_layer_whose_heads_are_divided_is_the_whole_layer() -> None:
     assert passed("tensor parallelism") == 6
-
-
-def test_the_example_in_the_readme_runs() -> None:
-    assert passed("readme")
 
 
 def test_processes_that_ask_for_different_things_all_refuse() -> None:

@@ -1,4 +1,4 @@
-"""Short calls and single queries on the CPU: whatever the length, the dtype and the strides, what dense scores give."""
+"""Calls that come again, and single queries, on the CPU: they give what dense scores give."""
 
 from __future__ import annotations
 
@@ -9,19 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import alibi_torch  # noqa: E402
-from tests.support.full import first_of  # noqa: E402
 from tests.support.tiles import planned_from  # noqa: E402
-
-OF_ENTRIES = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.7, 0.3]])
-DIRECTIONS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "symmetric": {"is_causal": False},
-    "asymmetric": {"is_causal": False, "future_slopes": torch.tensor([0.3, 0.0, 1.5, 0.01])},
-    "window": {"window_size": 33},
-    "window on both sides": {"is_causal": False, "window_size": 33},
-    "slopes of each entry": {"slopes": OF_ENTRIES},
-    "slopes of each entry, symmetric": {"slopes": OF_ENTRIES, "is_causal": False},
-}
 
 
 def tensors(
@@ -43,39 +31,6 @@ def assert_near(found: list[Any], expected: list[Any], eps: float) -> None:
     for one, right in zip(found, expected, strict=True):
         # Sums of up to 1,793 products, as large as the largest.
         assert (one.double() - right.double()).abs().max() <= 64 * eps * right.double().abs().max().clamp(min=1)
-
-
-# At each limit of the plan, and one above: of what is measured, of one block, of few queries.
-LIMITS = [16, 192, 256, 1024, 2048]
-
-
-@pytest.mark.parametrize("length", [1, 2, 600, *LIMITS, *(x + 1 for x in LIMITS)])
-@pytest.mark.parametrize(("is_causal", "share"), first_of([(True, 2), (True, 1), (False, 2)]))
-def test_every_length_gives_what_dense_scores_give(length: int, is_causal: bool, share: int) -> None:
-    inputs = tensors(length, length, share=share)
-    result, *by_inputs = gradients(inputs, is_causal=is_causal, implementation="dense")
-    assert_near(gradients(inputs, is_causal=is_causal), [result, *by_inputs], 2.0**-24)
-    assert_near([alibi_torch.attention(*(x.detach() for x in inputs), is_causal=is_causal)], [result], 2.0**-24)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(
-    ("q_len", "kv_len", "q_offset"), [(70, 70, None), (70, 200, None), (1, 90, None), (70, 200, 13), (300, 420, 40)]
-)
-def test_directions_and_offsets(direction: str, q_len: int, kv_len: int, q_offset: int | None) -> None:
-    inputs = tensors(q_len, kv_len)
-    arguments = DIRECTIONS[direction] | {"q_offset": q_offset}
-    assert_near(gradients(inputs, **arguments), gradients(inputs, implementation="dense", **arguments), 2.0**-24)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rules", [{"window_size": 40}, {"window_size": 40, "is_causal": False}, {"q_offset": 600}])
-def test_keys_that_no_query_sees_are_not_cast(rules: dict[str, Any], dtype: torch.dtype) -> None:
-    inputs = [x.detach() for x in tensors(5, 700, dtype, heads=8, head_dim=64)]
-    right = alibi_torch.attention(*(x.double() for x in inputs), implementation="dense", **rules)
-    for _ in range(2):
-        found = alibi_torch.attention(*inputs, **rules)
-        assert (found.double() - right).abs().max() <= torch.finfo(dtype).eps * right.abs().max()
 
 
 def test_slopes_that_were_written_to_are_seen() -> None:

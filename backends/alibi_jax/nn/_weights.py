@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
+
+from alibi_core.backend.models import check_weights, weights_metadata
 
 
 def save_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
     """Save a layer's or model's parameters as safetensors, for :func:`load_weights` of any backend.
 
-    Weights are ``[out, in]`` in the file: the transpose of Flax's kernels. Fixed slopes are not saved.
+    Weights are ``[out, in]`` in the file: the transpose of Flax's kernels. Its metadata say each attention layer's
+    heads, direction, window and slopes.
 
     Args:
         module: The layer or model.
@@ -44,7 +48,8 @@ def save_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         name: _transposed(np.asarray(parameter[...]), transposed)
         for name, (parameter, transposed) in parameters.items()
     }
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    metadata = weights_metadata(_named_modules(module))
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata)
 
 
 def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
@@ -60,7 +65,8 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: If ``module`` is no Flax NNX module.
         FileNotFoundError: If the file does not exist.
-        ValueError: If the file is damaged, or parameters are missing, unknown, not floating, or have a wrong shape.
+        ValueError: If the file is damaged, parameters are missing, unknown, not floating, or have a wrong shape, or an
+            attention layer differs from the saved one in heads, direction, window or slopes.
 
     Example:
         Weights of a layer of another size raise, and nothing is set:
@@ -82,6 +88,8 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         arrays = load_file(path)
     except (SafetensorError, AttributeError) as error:  # AttributeError: a dtype that NumPy lacks
         raise ValueError(f"{os.fspath(path)} must be a safetensors file of floating numbers, got {error}") from None
+    with safe_open(os.fspath(path), framework="numpy") as file:
+        check_weights(file.metadata(), _named_modules(module))
     if arrays.keys() != parameters.keys():
         missing, unknown = sorted(parameters.keys() - arrays.keys()), sorted(arrays.keys() - parameters.keys())
         raise ValueError(
@@ -116,6 +124,10 @@ def _named(module: Any) -> dict[str, tuple[nnx.Param, bool]]:
     if not isinstance(module, nnx.Module):
         raise TypeError(f"module must be a layer or model of Flax NNX, got {type(module).__name__}")
     return named_parameters(module)
+
+
+def _named_modules(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
+    return ((".".join(map(str, path)), inner) for path, inner in nnx.iter_modules(module))
 
 
 def _is_shape_alone(parameter: nnx.Param) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx import nn
 
 from alibi_core.backend import models
 from alibi_core.backend.models import AlibiConfig
 from alibi_mlx.nn._transformer import AttentionFactory, Parts
+from alibi_mlx.nn._weights import SavesLayers
 
 
-class AlibiEncoder(nn.Module, models.BaseEncoder):
+class AlibiEncoder(SavesLayers, models.BaseEncoder):
     """Embed texts of any length as vectors: each token sees the tokens before and after it.
 
     ``encode`` does not support ``mx.compile``.

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 
 from alibi_core.backend import models
 from alibi_core.backend.checks import explains_keywords
 from alibi_core.backend.models import AlibiConfig, Generation
 from alibi_mlx.nn._transformer import AttentionFactory, Parts
+from alibi_mlx.nn._weights import SavesLayers
 
 
-class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
+class AlibiLanguageModel(SavesLayers, models.BaseLanguageModel):
     """Predict each next token from the tokens before it, at any length.
 
     The embedding matrix also computes the logits, unless ``config`` asks for a separate head. mlx-lm can run the model:

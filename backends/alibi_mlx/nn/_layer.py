@@ -10,12 +10,13 @@ import mlx.core as mx
 from mlx import nn
 
 from alibi_core.backend import models
-from alibi_core.backend.checks import explains_keywords, is_int, one_of
+from alibi_core.backend.checks import boolean_mask, explains_keywords, is_int, namespace_of, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import KVCache
+from alibi_mlx.nn._weights import SavesLayers
 
 
-class AlibiAttention(nn.Module, models.BaseAttention):
+class AlibiAttention(SavesLayers, models.BaseAttention):
     """Multi-head self-attention whose only positional information is ALiBi.
 
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
@@ -139,8 +140,12 @@ class AlibiAttention(nn.Module, models.BaseAttention):
             )
         try:
             if padding is not None:
-                sees = (mx.arange(key.shape[-2]) >= padding[:, None])[:, None, None]
-                rules["mask"] = sees if rules["mask"] is None else sees & rules["mask"]
+                sees = (mx.arange(key.shape[-2]) >= padding[:, None])[:, None, None]  # [batch, 1, 1, kv_len]
+                if rules["mask"] is not None:
+                    batch, num_heads, q_len, _ = query.shape
+                    scores = {"num_heads": num_heads, "q_len": q_len, "kv_len": key.shape[-2]}
+                    sees = sees & boolean_mask(namespace_of(query), rules["mask"], {"batch": batch}, scores)
+                rules["mask"] = sees
             return attention(query, key, value, self.slopes, **rules)
         except Exception:
             # Remove the appended tokens, so that a failed call leaves the cache unchanged.
@@ -158,8 +163,7 @@ class AlibiAttention(nn.Module, models.BaseAttention):
         super().__setitem__(name, value)
 
     def _extra_repr(self) -> str:
-        sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
-        return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"
+        return self._sizes_and_options()
 
 
 def padding_of(cache: Any) -> mx.array | None:

@@ -11,11 +11,12 @@ from mlx import nn
 from alibi_core.backend import models
 from alibi_core.backend.models import AlibiConfig
 from alibi_mlx.nn._layer import AlibiAttention
+from alibi_mlx.nn._weights import SavesLayers
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
-class AlibiTransformer(nn.Module, models.BaseTransformer):
+class AlibiTransformer(SavesLayers, models.BaseTransformer):
     """Transform ``[batch, length, embed_dim]`` by blocks of ALiBi attention, at any length.
 
     Args:

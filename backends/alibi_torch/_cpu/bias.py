@@ -13,8 +13,6 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Job
 
-DENSE = 128  # Up to this many keys, flipping (copying) the bias costs no more than flipping queries and results.
-
 
 class Bias(NamedTuple):
     """The bias of a rectangle."""
@@ -77,7 +75,9 @@ class DistanceRow:
             row = self.values[entries, job.heads, first : first + job.kv_len + job.rows - 1]
             # Toeplitz view, [batch or 1, heads, rows, kv_len]: row i + 1 is row i shifted by one key.
             view = row.unfold(-1, job.kv_len, 1)
-            if 1 < job.rows <= job.kv_len <= DENSE:
+            # A flip copies: the bias has kv_len numbers in each row, the queries and results of all entries these.
+            others = 2 * call.head_dim * (job.batch.stop - job.batch.start)
+            if job.tiles == 1 < job.rows <= job.kv_len <= others:
                 return Bias(view.flip(2))
             return Bias(view, is_reversed=job.rows > 1)
         part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)

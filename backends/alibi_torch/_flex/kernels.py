@@ -28,19 +28,31 @@ Mod = Callable[..., Tensor]
 
 
 def flex_attention(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: KeyNorms | None = None,
+    kernel_options: dict[str, Any] | None = None,
 ) -> Tensor:
     """Compute a call by FlexAttention, compiled except on a CPU. The call is not empty, and ``refusal`` allows it.
 
     All keys are read once to measure their norms, unless ``norms`` bounds them.
     """
-    attend = functools.partial(_attend, norms)
+    attend = functools.partial(_attend, norms, kernel_options)
     if not torch.compiler.is_compiling() and needs_gradients(query, key, value, call.slopes, call.future_slopes):
         return twice_differentiable(attend, call, query, key, value)
     return attend(call, query, key, value)
 
 
-def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(
+    norms: KeyNorms | None,
+    kernel_options: dict[str, Any] | None,
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
     learns = needs_gradients(call.slopes, call.future_slopes)
     # Tolerance 0 makes the plan skip all measuring. The horizon knows neither points nor laws.
     if visits_all(call) or not call.is_toeplitz:
@@ -62,6 +74,7 @@ def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Ten
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
     options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}
+    options |= {} if kernel_options is None else {"kernel_options": kernel_options}
     kernel = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else flex.flex_attention
     result = kernel(query, key, value, score_mod=score_mods["bias"], **options)
     if learns:  # slopes get their gradient from a second attention, see _tangent

@@ -1,4 +1,4 @@
-"""Layers, models, the bias as a module, and loading of checkpoints.
+"""Layers, models, the bias as a module, and saving and loading of weights.
 
 Input: configurations, tensors and checkpoints. Output: modules with trainable parameters.
 """
@@ -10,6 +10,7 @@ from alibi_torch.nn._language_model import AlibiLanguageModel
 from alibi_torch.nn._layer import AlibiAttention
 from alibi_torch.nn._multihead import AlibiMultiheadAttention
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer
+from alibi_torch.nn._weights import load_weights, save_weights
 
 __all__ = [
     "AlibiAttention",
@@ -20,4 +21,6 @@ __all__ = [
     "AlibiMultiheadAttention",
     "AlibiTransformer",
     "load_checkpoint",
+    "load_weights",
+    "save_weights",
 ]

@@ -19,9 +19,10 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
     """Multi-head self-attention whose only positional information is ALiBi.
 
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
-    backend, so that a state dict saved as safetensors loads into any of them. Fixed slopes are a buffer that is not
-    saved. Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. Both stay float32 when
-    the module is cast to a lower precision.
+    backend, so that files of :func:`alibi_torch.save_weights` load into any of them. Fixed slopes are a buffer outside
+    of the state dict, whose metadata name them, the heads, direction and window; ``load_state_dict`` compares these.
+    Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. Both stay float32 when the
+    module is cast to a lower precision.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
@@ -116,6 +117,5 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
         return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
-        """Return the sizes, for ``print(module)``."""
-        sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
-        return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"
+        """Return the sizes, and the options that change the result, for ``print(module)``."""
+        return self._sizes_and_options()

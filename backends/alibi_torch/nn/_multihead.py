@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend.checks import one_of
+from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_core.backend.models import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch._internals import in_transform
@@ -103,6 +103,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         # If this attribute is True, PyTorch's transformer layers skip forward() and run their fused path instead.
         self._qkv_same_embed_dim = False
 
+    @explains_keywords
     def forward(
         self,
         query: Tensor,

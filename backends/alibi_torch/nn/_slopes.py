@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend.models import LayerShape
+from alibi_core.backend.models import KEY, LayerShape, layer_record, mismatch
 
 
 class KeepsSlopes(nn.Module):
     """A module whose slopes move with it between devices, keep float32, and get their values when it leaves ``meta``.
 
     Fixed slopes are buffers outside of the state dict; ``shape`` holds their values. Rounded to bfloat16, a slope would
-    be off by up to 0.4 %: several units of bias at a distance of thousands of tokens.
+    be off by up to 0.4 %: several units of bias at a distance of thousands of tokens. The metadata of a state dict says
+    what the module computes; ``load_state_dict`` compares it.
     """
 
     shape: LayerShape
@@ -31,6 +32,8 @@ class KeepsSlopes(nn.Module):
         if learnable and self.slopes is not None:
             self.log_slopes, self.slopes = nn.Parameter(self.slopes.log()), None
         self.register_load_state_dict_post_hook(_revive)
+        self.register_state_dict_post_hook(_record)
+        self.register_load_state_dict_pre_hook(_compare)
 
     def _slopes_on(self, name: str, device: torch.device) -> Tensor | None:
         values = getattr(self.shape, name)
@@ -54,6 +57,27 @@ class KeepsSlopes(nn.Module):
                 moved.data = old.to(moved.device)
                 moved.grad = None if gradient is None else gradient.to(old.dtype)
         return self
+
+
+def _record(module: KeepsSlopes, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Write what the module computes to the metadata of its state dict."""
+    local_metadata[KEY] = layer_record(module)
+
+
+def _compare(
+    module: KeepsSlopes,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Refuse the weights of a module that computes something else."""
+    message = mismatch(prefix[:-1], local_metadata.get(KEY, {}), module)
+    if message is not None:
+        error_msgs.append(f"{message}; a plain dict(state_dict), which has no metadata, loads all the same")
 
 
 def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
