@@ -22,7 +22,11 @@ CATALOGUE: dict[str, Mistake] = {}
 
 
 def mistake(name: str, sentence: str, **changes: Change) -> None:
-    """Add a mistake, with ``change(computation, value)`` for each changed step."""
+    """Add a mistake, with ``change(computation, value)`` for each changed step of reference.py.
+
+    The change of ``slope_list`` gets the number of heads in place of the computation.
+    """
+    assert name not in CATALOGUE, name
     CATALOGUE[name] = Mistake(name, sentence, changes, is_noisy=name.endswith((" scores", " products")))
 
 
@@ -228,7 +232,7 @@ mistake("index in place of position", "Tokens stand at their index: positions ar
         positions=lambda c, x: tuple(np.zeros((*t.shape[:2], 1)) + np.arange(t.shape[1])[:, None] for t in x))
 mistake("axes of points swapped", "Dimensions of the queries' positions are in the opposite order to the keys'.",
         positions=lambda c, x: (x[0][..., ::-1], x[1]))
-mistake("squared distance", "The Euclidean distance is squared: its root is missing.",
+mistake("squared Euclidean distance", "The Euclidean distance is squared: its root is missing.",
         distance=lambda c, x: x**2 if c.positions is not None and c.metric == "euclidean" else x)
 mistake("NaN of a token without a position", "A token whose position is NaN spreads it: its distance to others is 0.",
         nowhere=lambda c, x: np.zeros_like(x))
