@@ -462,7 +462,7 @@ class _Parts:
 
     def of_keys(self, kv_positions: Any) -> Any:
         """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in ``dtype``."""
-        # JAX without 64 bits would wrap uint32; PyTorch casts most unsigned integers only to signed ones.
+        # JAX without 64 bits would wrap uint32; PyTorch cannot cast most unsigned integers to floating ones.
         counts = kv_positions if lacks_64_bits(self.xp) else signed(self.xp, kv_positions)
         if self.rule.counts_from == "last key":
             counts = counts - (counts.shape[-1] - 1)

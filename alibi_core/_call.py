@@ -298,6 +298,7 @@ class AttentionCall:
             num_kv_heads=max(1, num_heads // group),
             q_len=queries.stop - queries.start,
             kv_len=keys.stop - keys.start,
+            shares_points=self.shares_points and keys.stop - keys.start == self.kv_len,
             **arrays,
         )
 

@@ -1,4 +1,4 @@
-"""The mask, as booleans that broadcast to the scores: axes and values that can be read in one way only.
+"""The mask, as booleans that broadcast to the scores. What could be read in two ways is refused.
 
 Integers are a tokenizer's mask. They must be 0 or 1 where their values can be read: not those of traced arrays and of
 arrays on an accelerator. Floating masks are refused, even of ones and zeros: additive masks are floating, too.
@@ -42,7 +42,7 @@ def with_score_axes(xp: Namespace, name: str, array: Any, batch: dict[str, int],
     """Return an array with axes that broadcast to the scores, having checked that they can be read in one way only.
 
     Broadcasting aligns the last axes. An array with batch axes first, such as a tokenizer's mask ``[batch, kv_len]``,
-    lacks ``num_heads`` and maybe ``q_len``: it gets these axes, unless its sizes would also fit the aligned axes.
+    lacks ``num_heads`` and maybe ``q_len``: it gets these axes. If its sizes also fit the aligned axes, it is refused.
 
     Args:
         xp: Namespace of the array.

@@ -149,8 +149,9 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
     if scheme in ("bloom", "falcon"):
         bits = FLOAT32_BITS if scheme == "bloom" else BFLOAT16_BITS
         return tuple(_rounded(Fraction(slope), bits) for slope in _bloom_slopes(num_heads))
+    assert scheme == "canonical", scheme
+    # p slopes in geometric progression, then the first, third, fifth ... slope of 2 * p heads.
     p = 1 << (num_heads.bit_length() - 1)
-    # Canonical: p slopes in geometric progression, then every other slope of 2 * p heads.
     first = [-b * (head + 1) / p for head in range(p)]
     between = [-b * (2 * head + 1) / (2 * p) for head in range(num_heads - p)]
     return tuple(float(_power_of_two(exponent)) for exponent in first + between)

@@ -1,4 +1,4 @@
-"""The distance beyond which keys do not matter.
+"""The distance from which on keys do not matter.
 
 Takes a call and measurements of its queries and keys, mainly norms. Returns the ranges of keys that each block of
 queries needs, and the rectangles of scores (jobs) that a backend may compute.

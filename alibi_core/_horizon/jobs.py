@@ -22,7 +22,7 @@ Ints = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel call: rectangles of ``rows`` queries and ``kv_len`` keys, all with the same bias.
+    """Work for a kernel, in one call or a few: rectangles of ``rows`` queries and ``kv_len`` keys, with the same bias.
 
     There are either ``tiles`` rectangles in one batch entry, each ``rows`` queries and ``rows`` keys after the one
     before, or one rectangle in each of several batch entries. Each is computed for all ``heads``: heads of one group,

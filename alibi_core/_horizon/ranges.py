@@ -1,4 +1,4 @@
-"""The horizon: the distance beyond which keys do not matter, proved from the norms of queries and keys.
+"""The horizon: the distance from which on keys do not matter, proved from the norms of queries and keys.
 
 Softmax weighs a key by ``exp(score - slope * distance)``. A score is at most ``scale * |query| * |key|`` and the bias
 falls without bound, so beyond a finite distance all keys together weigh less than a given share of the total. Leaving
@@ -331,8 +331,8 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
         first = _blocks_to_drop(xp, weight, slopes[..., None], behind, bounds.kv_block) * bounds.kv_block
     if call.is_causal:
         # No key after the last query of the block is visible.
-        past_stop = highest + 1
-        stop, future = at_most(xp, stop, past_stop), first * 0 + 1
+        causal_stop = highest + 1
+        stop, future = at_most(xp, stop, causal_stop), first * 0 + 1
     elif side > 0:
         future = _tokens(xp, reach(xp, future_slopes, bounds.excess, side))
         ahead = at_least(xp, kv_starts - highest[..., :, None], 0)
@@ -434,9 +434,9 @@ def by_block(xp: Namespace, array: Any, block: int) -> Any:
     return xp.reshape(array, (*array.shape[:-1], array.shape[-1] // block, block))
 
 
-def _tokens(xp: Namespace, reach: Any) -> Any:
-    """Return distances as int32; infinite, NaN and larger ones become ENDLESS."""
-    return astype(xp, xp.where(reach < ENDLESS, reach, float(ENDLESS)), xp.int32)
+def _tokens(xp: Namespace, distances: Any) -> Any:
+    """Return distances as int32; NaN, infinite ones and all from ENDLESS on become ENDLESS."""
+    return astype(xp, xp.where(distances < ENDLESS, distances, float(ENDLESS)), xp.int32)
 
 
 def nan_to_inf(xp: Namespace, sizes: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tiles of attention and their gradients, by MLX's own operations.
 
-In the forward pass each tile is one call of ``mx.fast.scaled_dot_product_attention``. A tile has all keys that its
-queries need, so the backward pass can recompute its softmax, and nothing is saved.
+In the forward pass several tiles, as a batch, are one call of ``mx.fast.scaled_dot_product_attention``. A tile has all
+keys that its queries need, so the backward pass can recompute its softmax, and nothing is saved.
 """
 
 from __future__ import annotations

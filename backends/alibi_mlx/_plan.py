@@ -27,7 +27,7 @@ from alibi_core.backend.horizon import (
 )
 from alibi_core.backend.horizon import norm_bounds as bounds_of
 
-# Below this many elements of keys per batch entry and per `short` key, few queries read all keys without a plan.
+# Few queries read all keys without a plan if a batch entry has fewer elements of keys than this times `Tiling.short`.
 # Measured on a CPU.
 SOON_READ = 2**11
 SOON_MEASURED = 2**14  # The same if norms are not cached, so that all keys must be read to measure them.
@@ -36,7 +36,7 @@ Norms = Callable[[], KeyNorms]  # measures the keys that a cache has not measure
 
 
 def norm_bounds(keys: mx.array) -> mx.array:
-    """Return upper bounds of the norms of ``[..., head_dim]``, ``[...]`` float32, without gradients."""
+    """Return upper bounds of the norms of vectors ``[..., head_dim]``: ``[...]``, float32, without gradients."""
     return bounds_of(mx.stop_gradient(keys).astype(mx.float32))
 
 
@@ -60,12 +60,12 @@ def tiling() -> Tiling:
 def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, norms: Norms | None) -> list[Job]:
     """Return the jobs that make up ``call``; query, key and value are ``[batch, heads, length, head_dim]``.
 
-    ``value`` is not measured, but must be readable for a plan with tiles: if it is not, it may be mapped, and the
-    overlapping views of tiles (``mx.as_strided``) have no vmap rule.
+    ``value`` is evaluated, too: where that fails, ``mx.vmap`` may be mapping it, and the overlapping views of tiles
+    (``mx.as_strided``) have no vmap rule, so the plan is made from shapes.
     """
     sizes, tolerance = tiling(), tolerance_of(call)
-    is_plain = call.kv_len <= sizes.short or tolerance == 0 or _is_soon_read(call, norms is not None)
-    is_plain = is_plain or not call.is_toeplitz  # the horizon knows neither points nor laws
+    is_plain = call.kv_len <= sizes.short or tolerance == 0 or _reads_quickly(call, norms is not None)
+    is_plain = is_plain or not call.is_toeplitz  # key_ranges knows no points, and no law but the linear one
     host = None if is_plain else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))
@@ -78,7 +78,7 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
     return found
 
 
-def _is_soon_read(call: AttentionCall, has_norms: bool) -> bool:
+def _reads_quickly(call: AttentionCall, has_norms: bool) -> bool:
     """Whether few queries should read all keys, because measuring takes longer."""
     most = SOON_READ if has_norms else SOON_MEASURED
     return call.q_len <= tiling().few and call.num_kv_heads * call.kv_len * call.head_dim < most * tiling().short

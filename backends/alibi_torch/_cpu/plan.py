@@ -122,6 +122,7 @@ def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
         calls = [entry_of(call, entry.start) for entry in entries]
         return [Part(*of_entry, queries, keys) for of_entry in zip(calls, known, entries, strict=True)]
     spans = None
+    # Norms of a cache cover blocks of keys, which a part would cut: such a call stays whole.
     if norms is None and call.q_len == call.kv_len >= LEAST_SPLIT and call.q_offset == 0:
         spans = _packed_spans(call) if call.mask is None else _padded_spans(call)
     if spans is None:
@@ -131,7 +132,10 @@ def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
 
 
 def _packed_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | None:
-    """Return batch entry, queries and keys of each packed sequence; None if one is not contiguous or all are short."""
+    """Return batch entry, queries and keys of each packed sequence.
+
+    None without shared ids, or if in any row an id has two runs or sequences are short on average.
+    """
     ids, spans = call.q_segment_ids, []
     if ids is None or not call.shares_ids:
         return None
@@ -193,7 +197,10 @@ def uses_norms(call: AttentionCall) -> bool:
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, limits: Limits | None) -> list[Job]:
-    """Return the rectangles of a part with many queries; the tensors are ``[batch, heads, length, head_dim]``."""
+    """Return the rectangles of a part with more than ``few`` queries; tensors are ``[batch, heads, length, head_dim]``.
+
+    A short call uses ``limits`` only, a long one ``norms`` only.
+    """
     sizes = tiling()
     if is_short(call):
         return list(_blocks(call, sizes, limits))
@@ -211,12 +218,12 @@ class Limits(NamedTuple):
     """The horizon of each head, proved from the largest norms of queries and keys."""
 
     tokens: list[float]  # by head, the distance from which on keys are negligible
-    cutoff: Tensor  # [num_heads], the bias at that distance, negative
+    cutoff: Tensor  # [num_heads], minus the largest penalty at a horizon, over the batch and both sides
 
 
 @np.errstate(all="ignore")  # norms may be NaN or infinite
 def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return, for each side of the query, slopes and the distance from which on keys are negligible.
+    """Return pairs of slopes and the distance from which on keys are negligible: one, or two with future slopes.
 
     Both are ``[batch or 1, num_heads]``. ``excess``, ``[num_heads]``, bounds how far a score may exceed the lower bound
     of its row's log-sum-exp.
@@ -250,9 +257,10 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
 
 
 def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:
-    """Yield blocks of queries for all batch entries, split into runs of heads with similar horizons."""
+    """Yield blocks of queries for all batch entries, split into runs of heads with the keys within their horizons."""
     is_view = call.mask is None and call.q_segment_ids is None  # the bias is a view, so its size sets no limit
-    rows = sizes.rows[0], min(BLOCK_ROWS, sizes.rows[1]) if call.is_causal else sizes.rows[1]
+    largest = min(BLOCK_ROWS, sizes.rows[1]) if call.is_causal else sizes.rows[1]
+    rows = sizes.rows[0], largest
     for job in plain_jobs(call, replace(sizes, rows=rows, bias_elements=2**62 if is_view else sizes.bias_elements)):
         if limits is None or not call.sees_own_key:  # without the own key, limits do not apply
             yield job
@@ -270,7 +278,7 @@ def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterat
 
 
 def alike(widths: Sequence[int], most: float) -> Iterator[slice]:
-    """Yield runs of heads that share the largest width of the run, with at most ``most`` extra keys in total."""
+    """Yield runs of neighbouring heads, each to be computed at its largest width: at most ``most`` extra keys a run."""
     start = 0
     for stop in range(1, len(widths) + 1):
         run = widths[start : stop + 1]

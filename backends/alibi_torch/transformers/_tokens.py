@@ -27,8 +27,8 @@ class Tokens:
         past: Number of cached tokens before the first query; an int, or a one-element tensor with a compiled static
             cache.
         kv_len: Number of tokens including this pass; with a compiled static cache, the number of slots.
-        mask: ``[batch, kv_len]``, 0 for padding; None without padding. Models compute positions by cumulative sums of
-            it.
+        mask: ``[batch, kv_len]``, 0 for padding; None without padding. BLOOM and Falcon make positions of its
+            cumulative sums; MPT counts columns.
         origins: ``[batch, kv_len or 1]`` integers, the column where a token's sequence begins; None if all begin at 0.
         sequences: ``[batch, kv_len]`` integers, the number of a token's sequence in its row; None if each row is one
             sequence.
