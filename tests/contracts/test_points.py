@@ -76,7 +76,7 @@ class Case:
         if self.has_segments:
             arguments["segment_ids"] = tuple(rng.integers(0, 2, (BATCH, n)).astype(np.int32) for n in self.lengths)
         if self.has_mask:
-            arguments["mask"] = rng.random((BATCH, 1, *self.lengths)) < 0.6
+            arguments["mask"] = rng.random((BATCH, HEADS, *self.lengths)) < 0.6
         return arguments | {"distance": self.distance, "law": self.law}
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -141,16 +141,18 @@ def test_gradients_between_points_are_exact(backend: Backend, case: Case) -> Non
         assert_within_budget(found[name], answer)
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("backend", [x for x in BACKENDS if x.values[0].implementation == "tiled"])
-def test_blocks_of_queries_fit_together(backend: Backend) -> None:
-    case = Case((601, 601), 2, "euclidean", "linear", "without a place", False, True, True, seed=0)
+def test_blocks_of_queries_and_heads_fit_together(backend: Backend, is_masked: bool) -> None:
+    case = Case((701, 701), 2, "euclidean", "linear", "without a place", False, is_masked, is_masked, seed=0)
     problem, penalty = case.exact()
     cotangent = case.rng.normal(size=problem.query.shape).astype(np.float32)
-    result = backend.attention(**case.tensors(), dtype="float32", **case.arguments())
-    found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
-    assert_within_budget(result, problem.output)
-    for name, answer in problem.gradients(cotangent.astype(np.float64), penalty).items():
-        assert_within_budget(found[name], answer)
+    answers = problem.gradients(cotangent.astype(np.float64), penalty)
+    assert_within_budget(backend.attention(**case.tensors(), dtype="float32", **case.arguments()), problem.output)
+    for wanted in (tuple(answers), ("query", "key", "value")):  # gradients of slopes may go another way
+        rules = {"dtype": "float32", "wanted": wanted, **case.arguments()}
+        for name, found in backend.gradients(case.tensors(), cotangent, **rules).items():
+            assert_within_budget(found, answers[name])
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
