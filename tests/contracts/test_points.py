@@ -23,7 +23,7 @@ from tests.support.frameworks import (
     JAX,
     LAYER_BACKENDS,
     LIBRARIES,
-    NAMES,
+    NAMES_SLOW_IN_JAX,
     Backend,
     Framework,
 )
@@ -198,7 +198,7 @@ def test_the_bias_is_right_to_two_units_in_the_last_place(framework: Framework, 
         assert np.all(np.abs(found - expected) <= 2 * np.spacing(np.abs(expected)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_an_encoder_of_points_knows_nothing_of_their_order(name: str) -> None:
     config = AlibiConfig(
         num_layers=2, embed_dim=16, num_heads=4, is_causal=False, dropout=0.0, distance="euclidean", law="sqrt"
@@ -213,7 +213,7 @@ def test_an_encoder_of_points_knows_nothing_of_their_order(name: str) -> None:
         make_model(name, "AlibiTransformer", AlibiConfig(num_layers=1, embed_dim=16, num_heads=4))(x, positions=points)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_a_law_holds_in_caches(name: str) -> None:
     layer = make_layer(name, embed_dim=16, num_heads=4, num_kv_heads=2, law="log")
     x = np.random.default_rng(0).normal(size=(2, 9, 16)).astype(np.float32)
@@ -262,7 +262,7 @@ def long_attention(name: str, length: int) -> Any:
     return partial(call, length)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_memory_grows_with_the_number_of_points_alone(name: str) -> None:
     length = 8192
     peak = peak_growth("tests.contracts.test_points:long_attention", name, length)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from alibi_core.backend.models import AlibiConfig
 from tests.support.cli import main
-from tests.support.frameworks import FRAMEWORK, NAMES
+from tests.support.frameworks import FRAMEWORK, NAMES_SLOW_IN_JAX
 from tests.support.layers import load, make_module, save
 from tests.support.models import Model
 
@@ -166,7 +166,7 @@ CONFIG = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
 SLOPES = (1.0, 0.5, 0.25, 0.125)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -48,23 +48,25 @@ class Tiling:
     call_scores: int = 0
     short: int = 0
 
-    def applied(self) -> contextlib.AbstractContextManager[None]:
-        return horizon.tiled_as(
-            horizon.Tiling(
-                q_block=self.rows[1],
-                kv_block=1,
-                most_blocks=self.blocks,
-                part_elements=self.plan_elements,
-                worthwhile=0,
-                norm_bounds=norm_bounds,
-                few=self.few,
-                rows=self.rows,
-                bias_elements=self.bias_elements,
-                call_scores=self.call_scores,
-                kernel_elements=self.kernel_elements,
-                short=self.short,
-            )
+    @property
+    def sizes(self) -> horizon.Tiling:
+        return horizon.Tiling(
+            q_block=self.rows[1],
+            kv_block=1,
+            most_blocks=self.blocks,
+            part_elements=self.plan_elements,
+            worthwhile=0,
+            norm_bounds=norm_bounds,
+            few=self.few,
+            rows=self.rows,
+            bias_elements=self.bias_elements,
+            call_scores=self.call_scores,
+            kernel_elements=self.kernel_elements,
+            short=self.short,
         )
+
+    def applied(self) -> contextlib.AbstractContextManager[None]:
+        return horizon.tiled_as(self.sizes)
 
 
 def planned_from(keys: int) -> contextlib.AbstractContextManager[None]:
