@@ -371,7 +371,7 @@ UNMEASURED = {  # queries and keys made of normal ones: their factors, dtype and
 }
 
 
-@EACH_AND_JAX
+@EACH  # not in JAX: XLA sets such tiny numbers to 0 on CPUs, in dense attention too
 @pytest.mark.parametrize("q_len", [1, 17, 1100])
 @pytest.mark.parametrize("keys", UNMEASURED)
 def test_keys_that_cannot_be_measured_are_attended_to_whole(backend: Backend, keys: str, q_len: int) -> None:
