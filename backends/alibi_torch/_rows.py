@@ -152,5 +152,6 @@ class _Rows(torch.autograd.Function):
 
 def _ungrouped(call: AttentionCall, query: Tensor, *keys: Tensor) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
     """Return the call and its tensors with the keys and values of each query head, contiguous for the fused kernels."""
-    key, value = (x.repeat_interleave(call.num_heads // call.num_kv_heads, dim=1) for x in keys)
+    group = call.num_heads // call.num_kv_heads
+    key, value = (x.contiguous() if group == 1 else x.repeat_interleave(group, dim=1) for x in keys)
     return replace(call, num_kv_heads=call.num_heads), query.contiguous(), key, value

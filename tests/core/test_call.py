@@ -76,3 +76,12 @@ def test_a_call_without_its_arrays_is_hashable() -> None:
     assert hash(one) == hash(other)
     assert one == other
     assert join_call(one, arrays).slopes is arrays["slopes"]
+
+
+@pytest.mark.parametrize("rules", [{}, {"positions": np.arange(7.0)}], ids=["indices", "positions"])
+def test_a_tile_without_the_keys_of_its_queries_says_that_they_see_none(rules: dict[str, Any]) -> None:
+    tile = call_of(**rules).tile(batch=slice(0, 2), heads=slice(0, 3), queries=slice(0, 3), keys=slice(4, 7))
+    bias, attends = tile.bias()
+    assert not tile.sees_own_key
+    assert not np.any(attends)
+    assert not np.any(bias)
