@@ -227,6 +227,17 @@ def test_what_is_no_command_line_prints_the_usage(arguments: list[str], capsys: 
     assert "usage: alibi-core" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("heads", ["3", "9000"])  # written at the end; or when a buffer is full
+def test_a_reader_that_leaves_is_no_error(heads: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "alibi_core", "slopes", heads]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
 # --- The conformance kit ---------------------------------------------------------------------------------------------
 
 ADAPTERS = """
