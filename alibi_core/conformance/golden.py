@@ -79,6 +79,8 @@ ATTENTION: tuple[tuple[str, str, Case, tuple[float, ...] | None], ...] = (
     ("long_window", "a row of 260 keys, of which 64", Case(Sizes(1, 2, 1, (4, 260), 4), window_size=64), ()),
     ("positions", "whole positions on a line, some of them shared",
      Case(FEWER, points=("line", "manhattan", "linear")), ()),
+    ("law", "a law that is not linear, without positions",
+     Case(FEWER, "asymmetric", points=("indices", "manhattan", "log"), seed=1), None),
     ("times", "times, and a law that is not linear", Case(SQUARE, points=("times", "manhattan", "sqrt")), ()),
     ("times_asymmetric", "slopes of their own for keys at later times",
      Case(SQUARE, "asymmetric", points=("times", "manhattan", "log"), seed=1), None),
@@ -301,6 +303,7 @@ def _about(kind: str, name: str, description: str, case: Case, **further: Any) -
     is_array = isinstance(offset, np.ndarray)
     bias = penalties(case.rules(case.arrays["slopes"]), size.batch, case.num_heads, q_len, kv_len)
     features = Computation((), {}, **case.call("float64")).conditions & set(FEATURES)
+    features |= set() if case.points is None else {"points"}
     features |= {"offset", "batch_offsets"} if is_array else {"far"} if abs(offset) >= FAR else set()
     # A bias needs no rule for fully masked queries: its row is -inf.
     if kind != "bias" and bias.size > 0 and not np.isfinite(bias).any(axis=-1).all():

@@ -67,6 +67,7 @@ def computed(case: dict[str, Any], tensors: dict[str, np.ndarray], adapter: Any)
         arguments["segment_ids"] = inputs["q_segment_ids"], inputs["kv_segment_ids"]
     if "q_positions" in inputs:
         arguments |= {"positions": (inputs["q_positions"], inputs["kv_positions"])}
+    if "points" in case["features"]:
         arguments |= {"distance": known["distance"], "law": known["law"]}
     grad_output = inputs["grad_output"].astype(own)
     found = adapter.attention_grad(*qkv, inputs["slopes"], grad_output=grad_output, **arguments)
@@ -138,6 +139,9 @@ def test_points_are_what_the_format_says(index: dict[str, Any], tensors: dict[st
     met = set()
     for case in (x for x in index["cases"] if "points" in x["features"]):
         known, inputs = case["arguments"], {name: tensors[x["tensor"]] for name, x in case["inputs"].items()}
+        if known["q_offset"] is not None:  # a law alone
+            inputs["q_positions"] = known["q_offset"] + np.arange(known["q_len"])[None]
+            inputs["kv_positions"] = np.arange(known["kv_len"])[None]
         queries, keys = (inputs[name].astype(np.float64) for name in ("q_positions", "kv_positions"))
         met |= {(queries.ndim, known["distance"]), known["law"], bool(np.isnan(queries).any())}
         queries, keys = (x[..., None] if x.ndim == 2 else x for x in (queries, keys))
