@@ -74,7 +74,7 @@ def _conformance(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         message = f"alibi-core conformance needs {error.name}; {install_hint('conformance')}"
         raise UnusableError(message) from error
-    from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, supervised
+    from alibi_core.conformance import ENTRY_POINTS, LAWS, Report, Settings, supervised
 
     # Refuse unknown names before any adapter is loaded.
     unknown = set(options.law or ()) - {law.name for law in LAWS}
@@ -96,39 +96,42 @@ def _conformance(options: argparse.Namespace) -> int:
         time_limit=options.time_limit,
         dtypes=() if "all" in dtypes else tuple(dtypes),
     )
-    outcomes: list[Outcome] = []
-    missing: list[Outcome] = []
+    reports: list[tuple[str, Report]] = []  # each with its source
+    missing: list[tuple[str, str]] = []
     for source in sources:
         with Console(stderr=True).status(escape(f"{source} …")) as status:
-            for outcome in supervised(source, settings, lambda words, status=status: status.update(escape(words))):  # type: ignore[misc]
-                (missing if outcome.missing else outcomes).append(outcome)
-    if outcomes:
+            for found in supervised(source, settings, lambda words, status=status: status.update(escape(words))):  # type: ignore[misc]
+                missing += [(source, found)] if isinstance(found, str) else []
+                reports += [(source, found)] if isinstance(found, Report) else []
+    if reports:
         console = Console(width=None if sys.stdout.isatty() else 120)
         with console.capture() as printed:  # print() writes it, so that main() handles a broken pipe
-            console.print(_summary(outcomes))
+            console.print(_summary([report for _, report in reports]))
             console.print("of budget: the largest error that passed, as a share of what rounding may cause")
-            for outcome in outcomes:
-                if len(outcomes) == 1 or not outcome.passed:
-                    console.print(_details(outcome, every_law=len(outcomes) == 1))
-        encoding = sys.stdout.encoding or "utf-8"  # some encodings lack the arrow
+            for _, report in reports:
+                if len(reports) == 1 or not report.passed:
+                    console.print(str(report), markup=False, highlight=False)
+        encoding = sys.stdout.encoding or "utf-8"  # some encodings lack the table's lines
         print(printed.get().encode(encoding, "replace").decode(encoding), end="")
     # A backend that is not installed is reported; a missing --adapter is an error, below.
-    for outcome in () if options.adapter else missing:
-        print(f"Not checked: {outcome.source} ({outcome.missing}).")
-    _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})
+    for source, reason in () if options.adapter else missing:
+        print(f"Not checked: {source} ({reason}).")
+    passed = all(report.passed for _, report in reports)
+    entries = [{"source": source, "passed": report.passed, "report": report.to_dict()} for source, report in reports]
+    _write_json(options.json, {"passed": passed, "reports": entries})
     if missing and options.adapter:
         raise UnusableError(
             "--adapter must be package.module:NAME of an adapter, in a module that can be imported here, got "
-            + ", ".join(f"{outcome.source} ({outcome.missing})" for outcome in missing)
+            + ", ".join(f"{source} ({reason})" for source, reason in missing)
         )
-    if not outcomes:
+    if not reports:
         raise UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
-    if not any(x.report is None or x.report.was_checked for x in outcomes):
+    if all(report.exit_status == 2 for _, report in reports):
         raise UnusableError(f"no adapter offers what {', '.join(settings.laws) or 'the laws'} would check")
-    return 0 if all(x.passed for x in outcomes) else 1
+    return 0 if passed else 1
 
 
-def _summary(outcomes: Sequence[Any]) -> Any:
+def _summary(reports: Sequence[Any]) -> Any:
     """Return a table with one row for each adapter."""
     from rich.markup import escape
     from rich.table import Table
@@ -138,45 +141,16 @@ def _summary(outcomes: Sequence[Any]) -> Any:
         table.add_column(column, no_wrap=True)
     for column in ("passed", "failed", "not\noffered", "calls", "of budget", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        report = outcome.report
-        statuses = [law.status for law in report.laws]
+    for report in reports:
         verdict = ("[green]yes[/]", "[bold red]NO[/]", "nothing to check")[report.exit_status]
         table.add_row(
-            *(escape(report.name or outcome.source), report.dtype, report.contract, verdict),
-            *(str(statuses.count(status)) for status in ("passed", "failed", "not offered")),
+            *(escape(report.name), report.dtype, report.contract, verdict),
+            *map(str, report.counts.values()),
             str(sum(law.calls for law in report.laws)),
             f"{max((law.share for law in report.laws), default=0.0):.0%}",
             f"{report.seconds:.1f}",
         )
     return table
-
-
-def _details(outcome: Any, *, every_law: bool) -> Any:
-    """Return the diagnoses of an adapter, then a table of its laws: all laws, or only the broken ones."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    report = outcome.report
-    parts: list[Any] = [Text(f"{report.name}, {report.dtype}, contract {report.contract}", style="italic")]
-    if report.crash:
-        parts.append(Text(f"It crashed: {report.crash}", style="bold red"))
-    parts += [Text(f"→ {x.sentence}", style="bold") for x in report.diagnoses]
-    shown = [law for law in report.by_urgency if every_law or law.status != "passed"]
-    styles = {"passed": "green", "failed": "bold red", "not run": "yellow"}
-    table = Table("law", "", "what it says; what was found")
-    for law in shown:
-        text = Text(law.statement)
-        if law.counterexample is not None:
-            text.append(f"\n{law.counterexample}", style="red")
-        elif law.reason:
-            text.append(f"\n{law.reason}", style="dim")
-        table.add_row(law.name, Text(law.status, style=styles[law.status]), text)
-    parts += [table] if shown else []
-    if every_law and report.not_offered:
-        parts.append(Text(report.not_offered, style="dim"))
-    return Group(*parts)
 
 
 def _write(options: argparse.Namespace) -> int:
