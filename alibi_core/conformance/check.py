@@ -110,6 +110,8 @@ def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport
     except (DepartureError, CallError) as raised:
         error = raised.with_traceback(None)  # a traceback keeps the arrays of its frames alive
     report = replace(report, calls=trial.caller.calls - calls, share=trial.share, seconds=time.monotonic() - start)
+    if error is None and report.calls == 0:
+        return replace(report, reason="each of its cases needs a further feature"), None
     if error is None:
         return replace(report, status="passed"), None
     return replace(report, status="failed", counterexample=Counterexample.of(error)), error

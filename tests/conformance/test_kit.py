@@ -121,6 +121,11 @@ def test_gradients_and_a_bias_need_not_take_all_that_attention_takes() -> None:
     assert "unexpected keyword argument" in report.diagnoses[0].sentence
 
 
+def test_a_law_whose_cases_all_need_another_feature_is_not_offered() -> None:
+    report = check(Mistaken(features={"nowhere"}), laws=["causal", "nowhere"])
+    assert [law.status for law in report.laws] == ["passed", "not offered"]
+
+
 def test_functions_classes_and_modules_are_adapters() -> None:
     slopes = only(slopes=lambda n: (2.0 ** (-8 * np.arange(1, n + 1) / n)).astype(np.float32))
     report = check(slopes, laws=["slopes"])
@@ -248,10 +253,6 @@ def test_a_bias_alone_has_laws_of_its_own() -> None:
     assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "symmetric_bias", "conduct"}
     report = check(only(bias=lambda num_heads, q_len, kv_len: bias(num_heads, q_len, kv_len, True)))
     assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "conduct"}
-
-
-def test_results_of_the_other_byte_order_are_read() -> None:
-    assert check(misbehaving(lambda result, query: result.astype(">f4")), laws=["causal", "conduct"]).passed
 
 
 @pytest.mark.parametrize(
