@@ -127,21 +127,6 @@ class Report:
         return tuple(law for law in self.laws if law.status == "failed")
 
     @property
-    def by_urgency(self) -> tuple[LawReport, ...]:
-        """The offered laws: the failed laws first, then the passed laws."""
-        return (*self.failed, *(law for law in self.laws if law.status == "passed"))
-
-    @property
-    def not_offered(self) -> str:
-        """The laws that are not offered, in one line, with the reasons; empty if there are none."""
-        reasons: dict[str, list[str]] = {}
-        for law in self.laws:
-            if law.status == "not offered":
-                reasons.setdefault(law.reason, []).append(law.name)
-        told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
-        return told and f"not offered: {told}"
-
-    @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
         """The diagnoses of all laws, without duplicates."""
         return tuple(dict.fromkeys(x for law in self.laws for x in law.diagnoses))
@@ -159,11 +144,16 @@ class Report:
         lines = [f"{self.name}, {self.dtype}, contract {self.contract}: {verdict}"]
         lines += [f"  crashed: {self.crash}"] if self.crash else []
         lines += [f"  diagnosis: {x.sentence}" for x in self.diagnoses]
-        for law in self.by_urgency:
+        missing: dict[str, list[str]] = {}  # laws that are not offered, by reason
+        for law in sorted(self.laws, key=lambda law: law.status != "failed"):
+            if law.status == "not offered":
+                missing.setdefault(law.reason, []).append(law.name)
+                continue
             more = f" ({law.reason})" if law.reason else ""
             lines.append(f"  {law.status:<12}{law.name}: {law.statement}{more}")
             lines += [f"    {law.counterexample}"] if law.counterexample is not None else []
-        return "\n".join([*lines, *([f"  {self.not_offered}"] if self.not_offered else [])])
+        names = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in missing.items())
+        return "\n".join([*lines, *([f"  not offered: {names}"] if names else [])])
 
 
 def plain(value: Any) -> Any:
