@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from alibi_core._cli.terminal import UnusableError, waiting
-from alibi_core._extras import install_hint
+from alibi_core._cli.tables import print_table
+from alibi_core._extras import UnusableError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -59,8 +59,6 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
             raise UnusableError(str(error)) from error
         try:
             return run(options)
-        except BrokenPipeError:
-            raise
         except (GoldenError, OSError) as error:
             raise UnusableError(str(error)) from error
 
@@ -68,12 +66,6 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
 
 def _conformance(options: argparse.Namespace) -> int:
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-    except ModuleNotFoundError as error:
-        message = f"alibi-core conformance needs {error.name}; {install_hint('conformance')}"
-        raise UnusableError(message) from error
     from alibi_core.conformance import ENTRY_POINTS, LAWS, Report, Settings, supervised
 
     # Refuse unknown names before any adapter is loaded.
@@ -99,20 +91,12 @@ def _conformance(options: argparse.Namespace) -> int:
     reports: list[tuple[str, Report]] = []  # each with its source
     missing: list[tuple[str, str]] = []
     for source in sources:
-        with Console(stderr=True).status(escape(f"{source} …")) as status:
-            for found in supervised(source, settings, lambda words, status=status: status.update(escape(words))):  # type: ignore[misc]
-                missing += [(source, found)] if isinstance(found, str) else []
-                reports += [(source, found)] if isinstance(found, Report) else []
+        print(f"checking {source} ...", file=sys.stderr)
+        for found in supervised(source, settings):
+            missing += [(source, found)] if isinstance(found, str) else []
+            reports += [(source, found)] if isinstance(found, Report) else []
     if reports:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        with console.capture() as printed:  # print() writes it, so that main() handles a broken pipe
-            console.print(_summary([report for _, report in reports]))
-            console.print("of budget: the largest error that passed, as a share of what rounding may cause")
-            for _, report in reports:
-                if len(reports) == 1 or not report.passed:
-                    console.print(str(report), markup=False, highlight=False)
-        encoding = sys.stdout.encoding or "utf-8"  # some encodings lack the table's lines
-        print(printed.get().encode(encoding, "replace").decode(encoding), end="")
+        _print([report for _, report in reports])
     # A backend that is not installed is reported; a missing --adapter is an error, below.
     for source, reason in () if options.adapter else missing:
         print(f"Not checked: {source} ({reason}).")
@@ -131,42 +115,35 @@ def _conformance(options: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _summary(reports: Sequence[Any]) -> Any:
-    """Return a table with one row for each adapter."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title="Is it ALiBi?", title_justify="left")
-    for column in ("implementation", "dtype", "contract", "verdict"):
-        table.add_column(column, no_wrap=True)
-    for column in ("passed", "failed", "not\noffered", "calls", "of budget", "seconds"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _print(reports: Sequence[Any]) -> None:
+    """Print a table with a line for each adapter, then the reports of those that failed; of one alone in any case."""
+    rows = []
     for report in reports:
-        verdict = ("[green]yes[/]", "[bold red]NO[/]", "nothing to check")[report.exit_status]
-        table.add_row(
-            *(escape(report.name), report.dtype, report.contract, verdict),
-            *map(str, report.counts.values()),
-            str(sum(law.calls for law in report.laws)),
-            f"{max((law.share for law in report.laws), default=0.0):.0%}",
-            f"{report.seconds:.1f}",
-        )
-    return table
+        verdict = ("yes", "NO", "nothing to check")[report.exit_status]
+        numbers = [*report.counts.values(), sum(law.calls for law in report.laws)]
+        share = max((law.share for law in report.laws), default=0.0)
+        names = (report.name, report.dtype, report.contract, verdict)
+        rows.append((*names, *map(str, numbers), f"{share:.0%}", f"{report.seconds:.1f}"))
+    counted = ("passed", "failed", "not offered")
+    header = ("implementation", "dtype", "contract", "is ALiBi", *counted, "calls", "of budget", "seconds")
+    print_table(header, rows)
+    print("of budget: the largest error that passed, as a share of what rounding may cause")
+    for report in reports:
+        if len(reports) == 1 or not report.passed:
+            print(f"\n{report}")
 
 
 def _write(options: argparse.Namespace) -> int:
     from alibi_core.conformance import write_golden
 
-    with waiting("golden vectors"):
-        path = write_golden(options.directory)
-    print(f"golden vectors in {path}")
+    print(f"golden vectors in {write_golden(options.directory)}")
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     from alibi_core.conformance import check_golden
 
-    with waiting("results"):
-        report = check_golden(options.directory, options.results)
+    report = check_golden(options.directory, options.results)
     print(report)
     _write_json(options.json, report.to_dict())
     return 0 if report.passed else 1

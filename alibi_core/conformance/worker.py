@@ -35,11 +35,11 @@ class Settings:
     dtypes: tuple[str, ...] = ()
 
 
-def supervised(source: str, settings: Settings, show: Callable[[str], None]) -> Iterator[Report | str]:
+def supervised(source: str, settings: Settings) -> Iterator[Report | str]:
     """Check each adapter of ``package.module:name`` in a separate process, and yield the reports.
 
-    A string is yielded in their place if there is no adapter: it says why. ``show`` is called with progress messages.
-    After a crash, a new process starts at the next adapter.
+    A string is yielded in their place if there is no adapter: it says why. After a crash, a new process starts at the
+    next adapter.
     """
     first, count = 0, 1
     while first < count:
@@ -61,7 +61,6 @@ def supervised(source: str, settings: Settings, show: Callable[[str], None]) -> 
                 known = {"features": (), "profile": settings.profile, "seed": settings.seed, "laws": tuple(done)}
                 yield Report(**about | known, crash=crash)
                 first += 1
-            show(f"{about['name']} ({about['dtype']}) {law} … ({len(done)} laws done)")
 
 
 def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, Any]]:

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from alibi_jax import TPU, parallel
-from tests.support.divided import Case, assert_exact
+from alibi_jax import TPU
+from tests.support.divided import Case, assert_exact, attention_of_whole
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,9 @@ def compiled(program: Program) -> Callable[[dict[str, np.ndarray]], dict[str, np
     mesh = Mesh(devices, tuple(sizes), axis_types=(program.kind,) * 3)
 
     def attend(query: Any, key: Any, value: Any, slopes: Any, future: Any, ids: Any) -> Any:
-        return parallel.sharded_attention(
+        return attention_of_whole(
             mesh,
             *(query, key, value, slopes),
-            axis_name="tokens",
             batch_axis="data" if program.batch_shards > 1 else None,
             head_axis="heads" if program.head_shards > 1 else None,
             is_causal=case.is_causal,
@@ -120,7 +119,7 @@ def few_hops() -> int:
     """Check that steep heads take one hop, which leaves what is on far devices unread."""
     mesh = Mesh(np.asarray(jax.devices()), ("tokens",))
     tensors = [jnp.asarray(np.random.default_rng(n).normal(size=(1, 1024, 2, 4)), jnp.float32) for n in range(3)]
-    attend = jax.jit(lambda *x: parallel.sharded_attention(mesh, *x, jnp.ones(2), axis_name="tokens"))
+    attend = jax.jit(lambda *x: attention_of_whole(mesh, *x, jnp.ones(2)))
     with jax.set_mesh(mesh):
         spoilt = attend(*tensors[:2], tensors[2].at[:, :128].set(np.nan))
         assert np.array_equal(attend(*tensors)[:, 256:], spoilt[:, 256:])
@@ -137,7 +136,7 @@ def not_finite() -> int:
 
     @jax.jit
     def attend(query: Any, key: Any, value: Any) -> Any:
-        return parallel.sharded_attention(mesh, query, key, value, slopes, axis_name="tokens")
+        return attention_of_whole(mesh, query, key, value, slopes)
 
     with jax.set_mesh(mesh):
         found = attend(query, key.at[0, 5, 0].set(np.nan), value)

@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any
 
+from tests.support.divided import attention_of_whole
 from tests.support.tpu import collectives, devices_of, pretend
 
 # A topology, how many tokens a device has there, and whether gradients are compiled, too.
@@ -34,8 +35,6 @@ def compiled(topology: str, shard_len: int, with_gradients: bool) -> dict[str, A
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from alibi_jax import parallel
-
     devices = devices_of(topology)
     mesh = Mesh(np.asarray(devices), ("tokens",))
     placed = NamedSharding(mesh, PartitionSpec(None, "tokens"))
@@ -46,7 +45,7 @@ def compiled(topology: str, shard_len: int, with_gradients: bool) -> dict[str, A
     ]
 
     def attend(*tensors: jax.Array) -> jax.Array:
-        return parallel.sharded_attention(mesh, *tensors, axis_name="tokens")
+        return attention_of_whole(mesh, *tensors)
 
     def loss(*tensors: jax.Array) -> jax.Array:
         return jnp.sum(attend(*tensors).astype(jnp.float32))
