@@ -528,11 +528,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a dtype that there is not": (
         lambda: alibi_jax.KVCache.make(2, 2, 8, 4, dtype="float31"),
-        "dtype must be a floating dtype such as jnp.float32, got 'float31'",
+        "dtype must be a real floating dtype of jax.numpy, got 'float31'",
     ),
     "a dtype of a layer": (
         lambda: alibi_jax.AlibiAttention(8, 2, param_dtype="float31", rngs=nnx.Rngs(0)),
-        "param_dtype must be a floating dtype such as jnp.float32, got 'float31'",
+        "param_dtype must be a real floating dtype of jax.numpy, got 'float31'",
     ),
     "a seed for streams": (
         lambda: alibi_jax.AlibiAttention(8, 2, rngs=0),
