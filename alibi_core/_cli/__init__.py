@@ -7,6 +7,7 @@ conformance kit needs its extra.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ import alibi_core
 from alibi_core._cli import kit, tables
 from alibi_core._extras import UnusableError
 
-INTERRUPTED = 130  # 128 plus the number of the signal, as in shells
+INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 plus the number of the signal, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int | None = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as with "| head -1". Without dup2, Python flushes stdout at exit and prints an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except (UnusableError, *options.refused) as error:
         print(f"alibi-core: {error}", file=sys.stderr)
         return 2

@@ -17,6 +17,7 @@ from alibi_core._models.decoders import family_of
 from alibi_core._models.encoders import MODEL_TYPE, encoder_of
 from alibi_core._models.families import Family, Layout
 from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
+from alibi_core._slopes import slope_values
 
 HEAD = "lm_head.weight"
 QKV = ("q", "k", "v")
@@ -79,6 +80,7 @@ class Checkpoint:
         layout = family.layout.as_in(tensors)
         sources = _sources(family, layout)
         _check_tensors(path, family, layout, sources, tensors)
+        _check_stored_slopes(path, family.config, layout, tensors)
         return cls(family, sources, tensors)
 
     @property
@@ -173,7 +175,9 @@ def _check_tensors(
     expected = {source.tensor: source.shape for parts in sources.values() for source in parts}
     ignored = re.compile("|".join((re.escape(HEAD), *layout.ignored)))
     missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(name for name in tensors.keys() - expected.keys() if not ignored.fullmatch(name))
+    unknown = sorted(
+        name for name in tensors.keys() - expected.keys() - {layout.stored_slopes} if not ignored.fullmatch(name)
+    )
     if missing or unknown:
         kind = "language model" if family.config.is_causal else "encoder"
         # A common prefix of unknown names suggests a wrapped model.
@@ -196,6 +200,22 @@ def _check_tensors(
                 f"{HEAD} in {path} must equal {embedding} where config.json says tie_word_embeddings, got another; "
                 "set tie_word_embeddings to false if the model has a head of its own"
             )
+
+
+def _check_stored_slopes(path: Path, config: AlibiConfig, layout: Layout, tensors: dict[str, StoredTensor]) -> None:
+    """Check that slopes stored in the checkpoint, if any, equal the canonical slopes up to rounding of their dtype."""
+    name = layout.stored_slopes
+    if name is None or name not in tensors:
+        return
+    tensors[name].check_dtype(name)
+    rule = np.asarray(slope_values(config.num_heads))
+    stored = np.asarray(tensors[name].read(), np.float64).reshape(-1)
+    # At least the unit roundoff of the stored dtype.
+    rounding = {"BF16": 2.0**-8, "F16": 2.0**-10}.get(tensors[name].dtype, 2.0**-22)
+    if stored.shape != rule.shape or not (np.abs(stored - rule) <= rounding * rule).all():
+        raise ValueError(
+            f"{name} in {path} must hold the canonical slopes of {config.num_heads} heads, got {some(stored.tolist())}"
+        )
 
 
 def _rows_of(tensor: Any, *, start: int, stop: int, is_transposed: bool = False) -> Any:

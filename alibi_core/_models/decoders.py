@@ -213,8 +213,8 @@ def jais(settings: Settings) -> Family:
         blocks="transformer.h",
         block=JAIS_BLOCK | {"mlp.c_fc2": "gate"} if is_gated else JAIS_BLOCK,
         norm="transformer.ln_f",
-        # The causal mask, and the canonical slopes.
-        ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", r"(transformer\.)?relative_pe\.slopes"),
+        ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),  # the causal mask
+        stored_slopes="transformer.relative_pe.slopes",
         is_transposed=True,
     )
     return Family(settings.values["model_type"], JAIS_BIAS, config, settings.size("vocab_size"), layout)

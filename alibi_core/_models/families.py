@@ -34,6 +34,7 @@ class Layout:
     embedding_norm: str | None = None
     token_type_embedding: str | None = None
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not needed
+    stored_slopes: str | None = None  # a tensor of the slopes, [num_heads, 1], that a checkpoint may have
     # Whether a fused module of queries, keys and values is interleaved: for each key/value head, its queries, its key,
     # its value. Otherwise all queries come first, then all keys, then all values.
     groups_qkv: bool = False
@@ -44,7 +45,7 @@ class Layout:
         """Return the layout of a model that was saved without its head: names lack their first component."""
         # For example "transformer." or "bert.".
         prefix = self.embedding.partition(".")[0] + "."
-        names = ("embedding", "blocks", "norm", "embedding_norm", "token_type_embedding")
+        names = ("embedding", "blocks", "norm", "embedding_norm", "token_type_embedding", "stored_slopes")
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: value and value.removeprefix(prefix) for name, value in given.items()})
 

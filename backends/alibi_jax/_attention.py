@@ -42,7 +42,8 @@ def attention(
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
     Memory is linear in the lengths, also with gradients. Distant keys are skipped if the norms of queries and keys
-    prove that their weights sum to at most ``tolerance``. ``"dense"`` alone has forward-mode and second derivatives.
+    prove that their weights sum to at most ``tolerance``. Second derivatives need memory for all scores; forward mode
+    needs ``"dense"``.
 
     Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``), ``jax.checkpoint``
     and ``jax.shard_map``, and partitions batch and heads as the arrays are sharded. Arrays may be traced;

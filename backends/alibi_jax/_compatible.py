@@ -109,7 +109,11 @@ class Target:
 
 
 def new_primitive(
-    name: str, run: Callable[..., list[Any]], result_types: Callable[..., list[Any]], mapped: Callable[..., Any]
+    name: str,
+    run: Callable[..., list[Any]],
+    result_types: Callable[..., list[Any]],
+    mapped: Callable[..., Any],
+    jvp: Callable[..., Any],
 ) -> Primitive:
     """Return a primitive whose implementation gets the compilation target, which no public function of JAX provides.
 
@@ -118,6 +122,7 @@ def new_primitive(
         run: The implementation: takes the target, arrays and parameters, and returns arrays.
         result_types: Abstract evaluation: takes types and parameters, and returns the types of the results.
         mapped: The rule for jax.vmap: takes the primitive, ``result_types``, arrays, their mapped axes and parameters.
+        jvp: The rule for jax.jvp: takes the primitive, arrays, their tangents (see :func:`is_zero`) and parameters.
     """
     primitive, run = Primitive(name), broadcasting(run)
     primitive.multiple_results = True
@@ -141,11 +146,10 @@ def new_primitive(
         mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
     mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = functools.partial(mapped, primitive, result_types)
-    ad.primitive_jvps[primitive] = _refuse_derivative
+    ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
     return primitive
 
 
-def _refuse_derivative(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "this implementation has first derivatives in reverse mode alone; 'dense' of alibi_jax.attention has all"
-    )
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent is a symbolic zero."""
+    return type(tangent) is ad.Zero

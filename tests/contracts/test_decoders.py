@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import alibi_core
 from alibi_core.backend.models import Checkpoint
 from tests.support.checkpoints import drawn, load, run, write
 from tests.support.cli import main
@@ -102,6 +103,14 @@ def test_a_btlm_is_a_jais_and_the_first_jais_says_its_scales_in_other_words(tmp_
     first = opened(tmp_path, "jais", **other, **{name: None for name in MODELS["jais"]["config"] if "mup" in name})
     assert first.config == jais.config
     assert same(first, jais)
+
+
+def test_stored_slopes_must_be_those_of_the_rule(tmp_path: Path) -> None:
+    name, rule = "transformer.relative_pe.slopes", alibi_core.slopes(6, dtype=np.float64)
+    rounded = {name: (rule * (1 + 2.0**-10)).astype(np.float16)[:, None]}
+    np.testing.assert_allclose(opened(tmp_path, "jais", rounded).config.slopes, rule, rtol=2.0**-50)
+    with pytest.raises(ValueError, match=rf"^{name} in .* must hold the canonical slopes of 6 heads"):
+        opened(tmp_path, "jais", {name: (rule * 1.01).astype(np.float32)[:, None]})
 
 
 def test_a_head_of_unit_rows_is_baichuan2s(tmp_path: Path) -> None:

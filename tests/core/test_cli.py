@@ -227,6 +227,17 @@ def test_what_is_no_command_line_prints_the_usage(arguments: list[str], capsys: 
     assert "usage: alibi-core" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("heads", ["3", "9000"])  # written at the end; or when a buffer is full
+def test_a_reader_that_leaves_is_no_error(heads: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "alibi_core", "slopes", heads]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
 # --- The conformance kit ---------------------------------------------------------------------------------------------
 
 ADAPTERS = """
@@ -254,8 +265,15 @@ class Leaves(Right):
         os._exit(0)
 
 
+class Hangs(Right):
+    def attention(self, query, key, value, slopes, is_causal, q_offset):
+        if query.shape[1] == 6:
+            time.sleep(60)
+        return super().attention(query, key, value, slopes, is_causal, q_offset)
+
+
 def several():
-    return [Dies(), Leaves(), Right()]
+    return [Dies(), Leaves(), Hangs(), Right()]
 
 
 def leaves():
@@ -296,16 +314,17 @@ def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pyte
     assert "Causal attention is exact to rounding" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_is_reported_and_the_next_adapter_checked(
+def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(
     adapters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--law", "grouped", "--json", "report.json"]
+    options = ["--law", "grouped", "--json", "report.json", "--time-limit", "2"]
     assert main(["conformance", "--adapter", "my_adapters:several", *options]) == 1
     assert "crashed: the process ended with signal" in capsys.readouterr().out
-    dead, left, right = json.loads((adapters / "report.json").read_text())["reports"]
+    dead, left, hung, right = json.loads((adapters / "report.json").read_text())["reports"]
     assert "signal 6" in dead["report"]["crash"]
     assert "the process ended with exit status 0" in left["report"]["crash"]
-    assert [x["passed"] for x in (dead, left, right)] == [False, False, True]
+    assert hung["report"]["crash"] == "a call did not return within 2 s"
+    assert [x["passed"] for x in (dead, left, hung, right)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

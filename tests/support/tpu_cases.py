@@ -27,9 +27,8 @@ BOTH = pytest.mark.parametrize(
 
 def replaced(case: Case, *, arguments: dict[str, Any] | None = None, **arrays: np.ndarray) -> Case:
     """Return the case with other arrays or arguments, the rest as they are."""
-    changed = case.with_tensors(**arrays)
-    changed.__dict__["arguments"] = case.arguments if arguments is None else arguments
-    return changed
+    changed = case.with_arrays(**arrays)
+    return changed if arguments is None else changed.with_arguments(case.form, arguments)
 
 
 def plain(sizes: Sizes, *, seed: int = 0, slopes: Any = None, arrays: dict[str, np.ndarray] | None = None) -> Case:

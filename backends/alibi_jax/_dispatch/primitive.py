@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands
-from alibi_jax._compatible import Target, new_primitive, shaped_as, varying_alike
+from alibi_jax._compatible import Target, is_zero, new_primitive, shaped_as, varying_alike
 from alibi_jax._dispatch.choice import Implementation, choose
+from alibi_jax._dispatch.derivatives import dense
 from alibi_jax._tpu import TPU
 
 
@@ -138,5 +139,51 @@ def _mapped(
     return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
 
-_forward = new_primitive("alibi_attention", _run_forward, _forward_types, partial(_mapped, whole=3))
-_backward = new_primitive("alibi_attention_backward", _run_backward, _backward_types, partial(_mapped, whole=6))
+# --- Derivatives of derivatives -------------------------------------------------------------------------------------
+
+
+def _dense_forward(*leaves: Any, structure: Any, with_log_sum_exps: bool, **_: Any) -> list[jax.Array]:
+    operands = _unpacked(structure, leaves)
+    result = dense(operands.call, *operands[:3])
+    # The backward pass treats log-sum-exps as functions of the operands: their own tangent is 0.
+    sums = jnp.zeros(result.shape[:-1], operands.call.working_dtype)
+    return [result.astype(operands.call.working_dtype), sums] if with_log_sum_exps else [result]
+
+
+def _dense_backward(_: Any, __: Any, cotangent: Any, *leaves: Any, structure: Any, slopes_too: bool, **___: Any) -> Any:
+    operands = _unpacked(structure, leaves)
+    count = 3 if not slopes_too else 4 if operands.call.future_slopes is None else 5
+    # Slopes, which the leaves have after query, key and value, have one gradient per batch entry.
+    moving = [*leaves[:3], *(jnp.broadcast_to(x, operands.query.shape[:2]) for x in leaves[3:count])]
+
+    def function(*moving: Any) -> jax.Array:
+        operands = _unpacked(structure, [*moving, *leaves[count:]])
+        return dense(operands.call, *operands[:3])
+
+    return list(jax.vjp(function, *moving)[1](cotangent))
+
+
+def _dense_jvp(
+    function: Callable[..., list[Any]], primitive: Any, primals: Any, tangents: Any, **parameters: Any
+) -> Any:
+    """Compute the primitive, and the tangents of ``function``, its results by dense attention."""
+    operands = _unpacked(parameters["structure"], primals[-parameters["structure"].num_leaves :])
+    if operands.other_keys is not None:
+        raise NotImplementedError("alibi_jax.parallel.attention has first derivatives, in reverse mode, alone")
+    moving = [index for index, tangent in enumerate(tangents) if not is_zero(tangent)]
+
+    def of_moving(*values: Any) -> list[Any]:
+        given = dict(zip(moving, values, strict=True))
+        return function(*(given.get(index, x) for index, x in enumerate(primals)), **parameters)
+
+    found = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    return primitive.bind(*primals, **parameters), found
+
+
+_forward = new_primitive(
+    "alibi_attention", _run_forward, _forward_types, partial(_mapped, whole=3), partial(_dense_jvp, _dense_forward)
+)
+_backward = new_primitive(
+    "alibi_attention_backward",
+    *(_run_backward, _backward_types, partial(_mapped, whole=6), partial(_dense_jvp, _dense_backward)),
+)
