@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from alibi_core.backend.models import AlibiConfig, Generation
-from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, NAMES_SLOW_IN_JAX, Framework
+from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, NAMES_SLOW_IN_JAX, Framework, few_in_jax
 from tests.support.models import Model, lively_model, make_module
 
 VOCAB_SIZE = 13
@@ -80,13 +80,12 @@ def drawn_from(logits: np.ndarray, temperature: float, top_k: int | None, top_p:
 DRAWN = [(2.0, 8, 0.7), (0.5, None, None), (2.0, 4, None)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), DRAWN)
+@pytest.mark.parametrize(("name", "drawn"), few_in_jax(NAMES, DRAWN, DRAWN[0]))
 def test_tokens_are_drawn_from_the_models_distribution(
-    name: str, temperature: float, top_k: int | None, top_p: float | None
+    name: str, drawn: tuple[float, int | None, float | None]
 ) -> None:
     prompt, count = np.tile(prompts(1, 5), (4000, 1)), 4000
-    rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    rules: dict[str, Any] = dict(zip(("temperature", "top_k", "top_p"), drawn, strict=True))
     found = generated(name, prompt, 1, seed=3, **rules)
     assert np.array_equal(found, generated(name, prompt, 1, seed=3, **rules))
     assert not np.array_equal(found, generated(name, prompt, 1, seed=4, **rules))
