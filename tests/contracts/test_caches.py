@@ -212,6 +212,7 @@ class Machine(RuleBasedStateMachine):
         if not_finite and max(self.held) + 3 <= 400:
             nothing = np.full((len(self.rows), KV_HEADS, 3, HEAD_DIM), np.nan)
             self.cache.append(nothing, nothing)
+            by_row |= len(set(self.held)) > 1  # one length for all would leave some of them in a shorter row
         if by_row:
             lengths = [max(n - int(self.random.integers(back + 1)), 0) for n in self.held]
             self.cache.truncate(self.cache.framework.array(np.asarray(lengths, np.int32)))

@@ -176,7 +176,8 @@ class Scene:
     @cached_property
     def positions(self) -> np.ndarray:
         """Positions of queries, ``[batch, q_len]``."""
-        offset = self.case.rules(self.arguments["slopes"]).q_offset
+        q_len, kv_len = self.case.sizes.lengths
+        offset = self.arguments.get("q_offset", kv_len - q_len)
         return np.broadcast_to(offset, self.case.sizes.batch)[:, None] + np.arange(self.case.sizes.lengths[0])
 
     @cached_property

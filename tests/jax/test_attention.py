@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -464,11 +463,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a dtype that there is not": (
         lambda: alibi_jax.KVCache.make(2, 2, 8, 4, dtype="float31"),
-        "dtype must be a floating dtype such as jnp.float32, got 'float31'",
+        "dtype must be a real floating dtype of jax.numpy, got 'float31'",
     ),
     "a dtype of a layer": (
         lambda: alibi_jax.AlibiAttention(8, 2, param_dtype="float31", rngs=nnx.Rngs(0)),
-        "param_dtype must be a floating dtype such as jnp.float32, got 'float31'",
+        "param_dtype must be a real floating dtype of jax.numpy, got 'float31'",
     ),
     "a seed for streams": (
         lambda: alibi_jax.AlibiAttention(8, 2, rngs=0),
@@ -496,8 +495,12 @@ DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+FORWARD_MODE = ("jvp", "jacfwd", "linearize")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "by"), list(itertools.product(DERIVATIVES, ("slopes", "query"))))
+@pytest.mark.parametrize("kind", DERIVATIVES)
+@pytest.mark.parametrize("by", ["slopes", "query"])
 def test_derivatives_of_any_order_and_mode(kind: str, by: str) -> None:
     arrays = dict(zip(("query", "key", "value"), jax.random.normal(jax.random.key(0), (3, 1, 3, 2, 2)), strict=True))
     arrays["slopes"] = jnp.asarray([0.5, 0.25])
@@ -507,13 +510,13 @@ def test_derivatives_of_any_order_and_mode(kind: str, by: str) -> None:
     def loss(implementation: str, x: jax.Array) -> jax.Array:
         return jnp.sum(alibi_jax.attention(**arrays, **{by: x}, implementation=implementation) ** 2)
 
-    def both(x: jax.Array, mapped: jax.Array) -> list[Any]:
-        losses = [functools.partial(loss, name) for name in ("tiled", "dense")]
-        # A first derivative after the others, at the same shapes.
-        return [(DERIVATIVES[kind](f)(mapped), jax.grad(f)(x)) for f in losses]
-
-    found, expected = jax.jit(both)(x, mapped)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+    tiled, dense = (DERIVATIVES[kind](functools.partial(loss, name)) for name in ("tiled", "dense"))
+    expected = dense(mapped)
+    if kind in FORWARD_MODE:
+        with pytest.raises(TypeError, match="forward-mode"):
+            tiled(mapped)
+    else:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), jax.jit(tiled)(mapped), expected)
 
 
 @pytest.mark.slow

@@ -26,11 +26,11 @@ pytest.importorskip("flax")
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as Spec
 
 from alibi_jax import TPU, attention, parallel
-from tests.support.divided import Case, assert_exact
+from tests.support.divided import Case, assert_exact, attention_of_whole
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,9 @@ def compiled(program: Program) -> Callable[[dict[str, np.ndarray]], dict[str, np
     mesh = Mesh(devices, tuple(sizes), axis_types=(program.kind,) * 3)
 
     def attend(query: Any, key: Any, value: Any, slopes: Any, future: Any, ids: Any) -> Any:
-        return parallel.sharded_attention(
+        return attention_of_whole(
             mesh,
             *(query, key, value, slopes),
-            axis_name="tokens",
             batch_axis="data" if program.batch_shards > 1 else None,
             head_axis="heads" if program.head_shards > 1 else None,
             is_causal=case.is_causal,
@@ -124,7 +123,7 @@ def few_hops() -> None:
     """Check that steep heads take one hop, which leaves what is on far devices unread."""
     mesh = Mesh(np.asarray(jax.devices()), ("tokens",))
     tensors = [jnp.asarray(np.random.default_rng(n).normal(size=(1, 1024, 2, 4)), jnp.float32) for n in range(3)]
-    attend = jax.jit(lambda *x: parallel.sharded_attention(mesh, *x, jnp.ones(2), axis_name="tokens"))
+    attend = jax.jit(lambda *x: attention_of_whole(mesh, *x, jnp.ones(2)))
     with jax.set_mesh(mesh):
         spoilt = attend(*tensors[:2], tensors[2].at[:, :128].set(np.nan))
         assert np.array_equal(attend(*tensors)[:, 256:], spoilt[:, 256:])
@@ -140,7 +139,7 @@ def not_finite() -> None:
 
     @jax.jit
     def attend(query: Any, key: Any, value: Any) -> Any:
-        return parallel.sharded_attention(mesh, query, key, value, slopes, axis_name="tokens")
+        return attention_of_whole(mesh, query, key, value, slopes)
 
     with jax.set_mesh(mesh):
         found = attend(query, key.at[0, 5, 0].set(np.nan), value)
@@ -196,56 +195,45 @@ def _tensors(length: int = 6, heads: int = 4, kv_heads: int = 2, batch: int = 1)
     )
 
 
-def _sharded(**changes: Any) -> jax.Array:
-    query, key, value = _tensors()
-    call = {"mesh": _mesh("tokens"), "query": query, "key": key, "value": value, "axis_name": "tokens"} | changes
-    return parallel.sharded_attention(call.pop("mesh"), **call)
-
-
 def _inside(call: Callable[..., Any], mesh: Mesh, *arguments: Any, spec: Spec | None = None) -> Any:
     spec = Spec(None, "tokens") if spec is None else spec
     return jax.shard_map(call, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec)(*arguments)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error", "message"),
     [
-        ({"axis_name": "sequence"}, r"axis_name must name an axis of the mesh, \('tokens',\), got 'sequence'"),
-        ({"head_axis": "heads"}, r"head_axis must name an axis of the mesh, \('tokens',\), got 'heads'"),
-        ({"batch_axis": "tokens"}, "axis_name, batch_axis and head_axis must differ, got 'tokens', 'tokens'"),
-        ({"slopes": jnp.ones(2)}, r"slopes must have shape \(4,\), those of all devices' heads"),
-        ({"future_slopes": jnp.ones(2), "is_causal": False}, r"future_slopes must have shape \(4,\)"),
-        ({"length": 7}, "length must be at most that of query, 6, got 7"),
-        ({"key": jnp.ones((1, 5, 2, 8))}, "key must have the length of query, 6, got 5"),
-        ({"query": jnp.ones((6, 4, 8))}, r"query must have shape \(batch, length, heads, head_dim\), got \(6, 4, 8\)"),
+        (
+            {"axis_name": "sequence"},
+            ValueError,
+            r"axis_name must name a mesh axis of .*, \('tokens',\), got 'sequence'",
+        ),
+        ({"head_axis": "heads"}, ValueError, r"head_axis must name a mesh axis of .*, \('tokens',\), got 'heads'"),
+        ({"slopes": np.ones(2)}, ValueError, r"slopes must have shape \(4,\), those of all devices' heads"),
+        ({"future_slopes": np.ones(2), "is_causal": False}, ValueError, r"future_slopes must have shape \(4,\)"),
+        ({"length": 7}, ValueError, "length must be between 1 and the 6 tokens .*, got 7"),
+        ({"axis_name": ("tokens",)}, TypeError, r"axis_name must be the name of one mesh axis, got \('tokens',\)"),
+        ({"slopes": 4}, TypeError, "slopes must be an array of all devices' slopes"),
+        ({"implementation": "dense"}, NotImplementedError, "'dense' cannot tell log-sum-exps; 'tpu' and 'tiled' can"),
     ],
 )
-def test_wrong_values_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_by_name(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _inside(
+            functools.partial(parallel.attention, **{"axis_name": "tokens"} | changes), _mesh("tokens"), *_tensors()
+        )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ((jnp.ones((1, 6, 4, 8)), *[jnp.ones((1, 5, 2, 8))] * 2), "key must have the shard_len of query, 6, got 5"),
+        ([jnp.ones((6, 4, 8))] * 3, r"query must have shape \(batch, shard_len, heads, head_dim\), got \(6, 4, 8\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(tensors: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _sharded(**changes)
-
-
-def test_wrong_kinds_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got tuple"):
-        _sharded(mesh=("tokens",))
-    with pytest.raises(TypeError, match="axis_name must be the name of one mesh axis, got \\('tokens',\\)"):
-        _sharded(axis_name=("tokens",))
-    with pytest.raises(TypeError, match="slopes must be an array of all devices' slopes"):
-        _sharded(slopes=4)
-    with pytest.raises(NotImplementedError, match="'dense' cannot tell log-sum-exps; 'tpu' and 'tiled' can"):
-        _sharded(implementation="dense")
-
-
-def test_arrays_on_another_mesh_are_refused() -> None:
-    query, key, value = _tensors()
-    key = jax.device_put(key, NamedSharding(_mesh("other"), Spec()))
-    with pytest.raises(ValueError, match="key must be on the mesh given"):
-        _sharded(query=query, key=key, value=value)
-
-
-def test_inside_shard_map_there_must_be_such_an_axis() -> None:
-    with pytest.raises(ValueError, match=r"axis_name must name a mesh axis of the jax.shard_map around, \('tokens',\)"):
-        _inside(functools.partial(parallel.attention, axis_name="sequence"), _mesh("tokens"), *_tensors())
+        _inside(functools.partial(parallel.attention, axis_name="tokens"), _mesh("tokens"), *tensors)
 
 
 @pytest.mark.slow
@@ -271,8 +259,9 @@ def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
 
 
 def test_nothing_gives_nothing() -> None:
-    query, key, value = _tensors(batch=0)
-    assert _sharded(query=query, key=key, value=value).shape == query.shape
+    tensors = _tensors(batch=0)
+    attend = functools.partial(parallel.attention, axis_name="tokens")
+    assert _inside(attend, _mesh("tokens"), *tensors).shape == tensors[0].shape
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX waits for the TPU of an 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 import jax.numpy as jnp  # noqa: E402
+from jax import export  # noqa: E402
 
 import alibi_jax  # noqa: E402
 from alibi_core.conformance.testing import DATA, FAR, FORMS, PER_BATCH, STEEP, Case, Sizes  # noqa: E402
@@ -275,3 +277,17 @@ def test_float64_is_refused_by_name() -> None:
         # Where float64 is enabled, float32 is still taken, and no float64 comes in by the way.
         lowered = lower(INTERPRETED, q_offset=jnp.asarray(3, jnp.int64))
         assert "xf64>" not in lowered.as_text()  # but for Python numbers, which are scalars there
+
+
+def test_programs_for_tpus_are_exported_where_there_is_none() -> None:
+    described = [jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)] * 3
+
+    def loss(*tensors: jax.Array) -> jax.Array:
+        return alibi_jax.attention(*tensors).astype(jnp.float32).sum()
+
+    backward = {"alibi_backward_of_keys", "alibi_backward_of_queries"}
+    for function, kernels in ((loss, set()), (jax.grad(loss, argnums=(0, 1, 2)), backward)):
+        program = export.export(jax.jit(function), platforms=["tpu"])(*described)
+        assert program.platforms == ("tpu",)
+        found = re.findall(r'kernel_name = "(\w+)"', program.mlir_module())
+        assert set(found) == {"alibi_forward"} | kernels

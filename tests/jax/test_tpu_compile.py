@@ -80,12 +80,12 @@ def lowered(name: str, devices: Any) -> Any:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import alibi_jax
-    from alibi_jax import parallel
+    from tests.support.divided import attention_of_whole
 
     (batch, num_heads, num_kv_heads, q_len, kv_len, head_dim), dtype, arguments = PROGRAMS[name]
     is_divided, is_sequence = name == "divided", name == "one sequence"
     chips = np.asarray(devices[: 4 if is_divided or is_sequence else 1]).reshape(-1, 1 + is_divided)
-    mesh = jax.sharding.Mesh(chips, ("data", "heads"))
+    mesh = jax.sharding.Mesh(chips, ("tokens" if is_sequence else "data", "heads"))
     heads = {"query": (q_len, num_heads), "key": (kv_len, num_kv_heads), "value": (kv_len, num_kv_heads)}
     shapes = {name: [batch, *sizes, head_dim] for name, sizes in heads.items()} | {"slopes": [num_heads]}
     shapes |= {name: x for name, x in arguments.items() if isinstance(x, list)}
@@ -94,7 +94,7 @@ def lowered(name: str, devices: Any) -> Any:
     if is_divided:
         specs = dict.fromkeys(heads, PartitionSpec("data", None, "heads")) | {"slopes": PartitionSpec("heads")}
     if is_sequence:
-        specs |= dict.fromkeys(heads, PartitionSpec(None, "data"))
+        specs |= dict.fromkeys(heads, PartitionSpec(None, "tokens"))
     inputs = {
         name: jax.ShapeDtypeStruct(x, DTYPES.get(name, dtype), sharding=NamedSharding(mesh, specs[name]))
         for name, x in shapes.items()
@@ -102,7 +102,7 @@ def lowered(name: str, devices: Any) -> Any:
 
     def attend(inputs: dict[str, Any]) -> Any:
         if is_sequence:
-            return parallel.sharded_attention(mesh, **inputs, axis_name="data")
+            return attention_of_whole(mesh, **inputs)
         return alibi_jax.attention(**inputs, **rest)
 
     if is_divided:

@@ -72,6 +72,43 @@ class Case:
         return arrays
 
 
+def attention_of_whole(mesh: Any, query: Any, key: Any, value: Any, slopes: Any = None, **options: Any) -> Any:
+    """Return JAX's sequence-parallel attention of whole arrays, padded to shards along the mesh axis ``tokens``.
+
+    Further options are those of ``alibi_jax.parallel.attention``, and ``batch_axis``, of a mesh axis.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from alibi_jax import parallel
+
+    batch_axis, head_axis = options.pop("batch_axis", None), options.get("head_axis")
+    length, missing = query.shape[1], -query.shape[1] % mesh.shape["tokens"]
+    of_tokens, of_slopes = PartitionSpec(batch_axis, "tokens"), PartitionSpec()
+    spec = PartitionSpec(batch_axis, "tokens", head_axis)
+    named = {"slopes": (slopes, of_slopes), "future_slopes": (options.pop("future_slopes", None), of_slopes)}
+    named["segment_ids"] = options.pop("segment_ids", None), of_tokens
+    named = {name: pair for name, pair in named.items() if pair[0] is not None}
+
+    def local(tensors: Any, arrays: Any) -> Any:
+        return parallel.attention(*tensors, **arrays, axis_name="tokens", length=length, **options)
+
+    def padded(array: Any) -> Any:
+        return jnp.pad(array, [(0, missing if axis == 1 else 0) for axis in range(array.ndim)])
+
+    specs = [spec] * 3, {name: pair[1] for name, pair in named.items()}
+    arrays = {name: x if name != "segment_ids" else padded(x) for name, (x, _) in named.items()}
+    inputs = [padded(x) for x in (query, key, value)], arrays
+    is_explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
+    if is_explicit:
+        inputs = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), inputs, specs)
+    result = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec)(*inputs)
+    if is_explicit:
+        result = jax.sharding.reshard(result, NamedSharding(mesh, PartitionSpec(batch_axis, None, head_axis)))
+    return result[:, :length]
+
+
 def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool) -> None:
     """Assert that the result and its gradients are exact, but for rounding and for a share of softmax weight.
 

@@ -36,7 +36,6 @@ from alibi_core.backend.horizon import (
 )
 
 SHORT = 2048  # Up to this many keys, only the largest norm of each head is measured; beyond, the norms of each block.
-BLOCK_ROWS = 192  # Queries per block of a short causal call: more compute more masked scores, fewer more kernel calls.
 LEAST_MEASURED = 256  # Below this many keys nothing is measured: biases rarely fall far enough for denormal weights.
 LONG = 2**21  # Below this many elements in all keys, one query reads all of them without using norms.
 LEAST_SPLIT = 128  # Below this many tokens per row, a dense mask is faster than one kernel call per sequence.
@@ -259,9 +258,7 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
 def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:
     """Yield blocks of queries for all batch entries, split into runs of heads with the keys within their horizons."""
     is_view = call.mask is None and call.q_segment_ids is None  # the bias is a view, so its size sets no limit
-    largest = min(BLOCK_ROWS, sizes.rows[1]) if call.is_causal else sizes.rows[1]
-    rows = sizes.rows[0], largest
-    for job in plain_jobs(call, replace(sizes, rows=rows, bias_elements=2**62 if is_view else sizes.bias_elements)):
+    for job in plain_jobs(call, replace(sizes, bias_elements=2**62 if is_view else sizes.bias_elements)):
         if limits is None or not call.sees_own_key:  # without the own key, limits do not apply
             yield job
             continue
