@@ -307,7 +307,7 @@ def tensor_parallel() -> int:
         uneven, divided = AlibiAttention(24, heads, num_kv_heads=kv_heads), parallel.TensorParallelAttention()
         with pytest.raises(ValueError, match=message):
             parallelize_module(uneven, whole, divided)
-    with pytest.raises(ValueError, match="one whose heads are divided already"):
+    with pytest.raises(TypeError, match="of no derived class, got ShardedAttention"):
         parallelize_module(layer, whole, parallel.TensorParallelAttention())
     return count
 
