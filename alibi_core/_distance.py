@@ -66,7 +66,7 @@ def check_positions(xp: Namespace, name: str, positions: Any) -> Any:
     if values is not None and np.any(np.abs(values) > FARTHEST_POINT):
         largest = np.nanmax(np.abs(values))
         raise ValueError(
-            f"{name} must be up to 2**62 in size, or NaN for a token without a position, got {largest:.4g}"
+            f"{name} must be finite and at most 2**62 in size, or NaN for a token without a position, got {largest:.4g}"
         )
     return positions
 

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core.backend import AttentionCall, BiasTerms, axis_of
+from alibi_core.backend.checks import host_values
 from alibi_core.backend.horizon import Tiling, current_tiling, plain_jobs
 from alibi_torch._derivatives import RATES, dense_reference, pulled_back
 from alibi_torch._internals import fused_backward, fused_forward, in_transform
@@ -30,7 +32,7 @@ COMPILED_BLOCKS = 8  # Under a compiler, which unrolls the loop over blocks, the
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return attention, computed one block of queries at a time."""
     batch = call.batch
-    call, shape = call.with_one_batch_axis(), query.shape
+    call, shape = _with_floating_points(call.with_one_batch_axis()), query.shape
     tensors = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
     rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
     if in_transform():  # torch.func rejects a Function without a vmap rule, and warns of the fused function under vmap
@@ -81,6 +83,16 @@ def _blocks(call: AttentionCall) -> Iterator[_Block]:
         if before != (job.batch, job.queries) or has_own_mask:
             before, terms = (job.batch, job.queries), part.bias_terms(_minus_distances(part))
         yield _Block(part, terms, (job.batch, job.heads, job.queries), (job.batch, job.heads, job.keys))
+
+
+def _with_floating_points(call: AttentionCall) -> AttentionCall:
+    """Return the call with its integer points in space as floating ones, if all their differences are exact there."""
+    points = {name: x for name, x in call.arrays.items() if name in ("q_points", "kv_points") and x.shape[-1] > 1}
+    for x in points.values():
+        values = None if x.is_floating_point() else host_values(x)
+        if values is None or np.abs(values).max() > 2**23:
+            return call
+    return replace(call, **{name: x.to(call.working_dtype) for name, x in points.items()})
 
 
 def _minus_distances(call: AttentionCall) -> Tensor | None:
