@@ -157,12 +157,26 @@ def test_blocks_of_queries_and_heads_fit_together(backend: Backend, is_masked: b
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("law", ["log", "sqrt"])
-def test_a_law_needs_no_positions(backend: Backend, law: str) -> None:
-    case = Case((7, 7), 1, "manhattan", law, "integers", False, False, False, seed=1)
-    tensors, places = case.tensors(), np.arange(7, dtype=np.int32)
+@pytest.mark.parametrize("q_offset", [0, 40])
+def test_a_law_needs_no_positions(backend: Backend, law: str, q_offset: int) -> None:
+    case = Case((701, 701), 1, "manhattan", law, "integers", False, False, False, seed=1)  # several blocks of queries
+    tensors, keys = case.tensors(), np.arange(701, dtype=np.int32)
     for arguments in ({"is_causal": True}, {"is_causal": False}):
-        by_position = backend.attention(**tensors, dtype="float32", positions=places, law=law, **arguments)
-        np.testing.assert_array_equal(backend.attention(**tensors, dtype="float32", law=law, **arguments), by_position)
+        rules: dict[str, Any] = {"dtype": "float32", "law": law, **arguments}
+        by_position = backend.attention(**tensors, positions=(keys + q_offset, keys), **rules)
+        np.testing.assert_allclose(backend.attention(**tensors, q_offset=q_offset, **rules), by_position, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_distance_that_all_keys_share_changes_nothing(backend: Backend, side: int) -> None:
+    case = Case((7, 11), 1, "manhattan", "linear", "integers", False, False, False, seed=1)
+    tensors, (queries, keys) = case.tensors(), case.positions()
+    rules = {"is_causal": False, "dtype": "float32", "future_slopes": tensors["slopes"][:, ::-1].copy()}
+    near, far = (
+        backend.attention(**tensors, positions=(queries + side * shift, keys), **rules) for shift in (32, 2**23)
+    )
+    np.testing.assert_allclose(far, near, atol=1e-5)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
