@@ -15,7 +15,6 @@ from alibi_core._arrays import (
     asarray,
     astype,
     checks,
-    computes_eagerly_without_gradients,
     device_of,
     explains_keywords,
     has_float64,
@@ -67,20 +66,16 @@ def bias(
     Distances are integers; the product is computed in float32 (float64 for a float64 result) and rounded once to
     ``dtype``. The same arguments give the same bits in every array library, eager or compiled.
 
-    ``contract`` selects the bias that a family of models was trained with. Given the slopes of :func:`slopes`, every
-    finite element equals bit for bit the number that ``transformers`` adds to the model's scores:
+    ``contract`` selects the bias that a family of models was trained with: every finite element equals bit for bit the
+    number that ``transformers`` adds to the model's scores.
 
     - ``"bloom"``: ``slopes[h] * j`` in float32, rounded to ``dtype``, the model's;
-    - ``"falcon"``: ``slopes[h] * j`` with slopes, ``j`` and product rounded to bfloat16 (so from 256 on, several
-      positions share one number), then cast to ``dtype``, the model's. The model divides the bias and the product of
-      query and key by ``sqrt(head_dim)``: divide the result, or ``slopes``, for scores that are scaled already.
-      Division by 8 is exact;
+    - ``"falcon"``: the same, with slopes, ``j`` and product rounded to bfloat16, then cast to ``dtype``. Divide it, or
+      ``slopes``, by ``sqrt(head_dim)`` for scores that are scaled already, as the model divides both;
     - ``"mpt"``: ``slopes[h] * (j - (kv_len - 1))`` in float32, added to scores of any dtype. Padding counts as text;
     - ``"geometric"``: as ``"exact"``, with slopes by the rule of the paper's text.
 
-    BLOOM and Falcon count from the first key that is not padding: use :func:`bias_from_positions` for padded texts. For
-    masked keys the models add the lowest number of their dtype instead of -inf; beside a visible key both weigh 0.
-    Falcon in ``transformers`` 5.23 with ``attn_implementation="eager"`` adds the bias twice; its default, "sdpa", once.
+    BLOOM and Falcon count from the first key that is not padding: use :func:`bias_from_positions` for padded texts.
 
     Args:
         slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes. A NumPy array is
@@ -105,8 +100,8 @@ def bias(
         device: Device of the result. Default: the device of ``slopes``.
 
     Returns:
-        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a penalty beyond
-        65504 rounds to -inf, and a positive bias (``"bloom"``, ``"falcon"``) to inf.
+        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a bias beyond 65504
+        in size rounds to an infinity.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or arrays belong to different libraries.
@@ -195,14 +190,6 @@ def bias_from_positions(
         >>> bias_from_positions(slopes, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)[0].tolist()
         [[0.0, -inf, -inf, -inf], [-0.5, 0.0, -inf, -inf], [-inf, -inf, 0.0, -inf], [-inf, -inf, -0.5, 0.0]]
 
-        A token of padding before two of text, for BLOOM:
-
-        >>> mask = np.array([0, 1, 1])
-        >>> positions = (mask.cumsum() - 1) * mask
-        >>> contract = {"q_segment_ids": mask, "kv_segment_ids": mask, "contract": "bloom"}
-        >>> bias_from_positions(8, positions, positions, **contract)[0].tolist()
-        [[0.0, -inf, -inf], [-inf, 0.0, -inf], [-inf, 0.0, 0.5]]
-
         Three patches in the plane:
 
         >>> patches = np.array([[0, 0], [0, 1], [3, 4]])
@@ -277,20 +264,15 @@ def key_bias(
         slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
         kv_len: Number of keys, in tokens.
         allow_negative_slopes: Accept negative slopes, which reward distance.
-        contract: As in :func:`bias`: rounding and counting of the bias. ``"bloom"`` and ``"falcon"`` are 0 at the first
-            key instead. For MPT with another ``bias_max``, give its slopes to the exact contract:
-            ``key_bias(slopes(n, bias_max=b, contract="mpt"), kv_len)``.
-        xp: As in :func:`bias`: array namespace of the result, or its name.
-        dtype: As in :func:`bias`: floating dtype of the result, or its name.
-        device: Device of the result. Default: the device of ``slopes``.
+        contract: As in :func:`bias`. ``"bloom"`` and ``"falcon"`` are 0 at the first key instead.
+        xp, dtype, device: As in :func:`bias`.
 
     Returns:
         ``[num_heads, 1, kv_len]`` (or ``[batch, num_heads, 1, kv_len]``) array.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or arrays belong to different libraries.
-        ValueError: If the length is negative, slopes are negative, not finite or of a wrong shape, or the contract is
-            unknown or excludes another argument.
+        ValueError: If the length is negative, or for the reasons listed in :func:`bias`.
 
     Example:
         >>> key_bias(1, 4).tolist()
@@ -347,7 +329,7 @@ def linear_bias(
     # No mask, so no -inf: one product.
     if visible is None:
         return rates * reach if out is None else xp.multiply(rates, reach, out=out)
-    if is_positive or (computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0))):
+    if is_positive:
         # One pass over the large array instead of two. Not for slopes of 0 (0 * inf is NaN), nor if slopes need a
         # gradient, which would multiply by this infinity.
         return rates * xp.where(visible, reach, float("-inf"))

@@ -160,10 +160,20 @@ class AttentionCall:
                 ("future_slopes", future_slopes),
             )
         ]
-        q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
-        # Explicit positions exclude an offset and a window.
-        q_points, kv_points = _points(xp, positions, sizes, {"q_offset": q_offset, "window_size": window_size})
-        if q_points is not None:
+        for name, given in (("segment_ids", segment_ids), ("positions", positions)):
+            if given is not None and not isinstance(given, (tuple, list)) and sizes["q_len"] != sizes["kv_len"]:
+                raise ValueError(
+                    f"{name} must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
+                    f"{sizes['kv_len']}, differ; got one array"
+                )
+        q_segment_ids = kv_segment_ids = q_points = kv_points = None
+        if segment_ids is not None:
+            q_segment_ids, kv_segment_ids = _segment_ids(xp, (q_ids, kv_ids), sizes)
+        if positions is not None:
+            for name, x in (("q_offset", q_offset), ("window_size", window_size)):
+                if x is not None:
+                    raise ValueError(f"{name} must be None with positions, which say where each token is, got {x}")
+            q_points, kv_points = _points(xp, (q_positions, kv_positions), sizes)
             check_order(q_points.shape[-1], is_causal, future_slopes)
         offset = _q_offset(xp, q_offset, sizes)
         if window_size is not None:
@@ -373,10 +383,13 @@ class AttentionCall:
             return bias, terms.attends
         return self.xp.where(terms.attends, bias, 0.0), terms.attends
 
-    def bias_terms(self) -> BiasTerms:
-        """Return what :meth:`bias` computes before slopes; heads share it, unless their masks differ."""
+    def bias_terms(self, relative: Any | None = None) -> BiasTerms:
+        """Return what :meth:`bias` computes before slopes; heads share it, unless their masks differ.
+
+        ``relative``, ``[..., q_len, kv_len]``: relative positions of points. Default: computed here.
+        """
         xp = self.xp
-        relative, nearest = self._relative()
+        relative, nearest = self._relative(relative)
         visible, attends = self.visible(relative), None
         if visible is not None and not self.every_query_attends:
             # [..., q_len, 1]: False for fully masked rows
@@ -406,7 +419,7 @@ class AttentionCall:
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible)[..., 0, :]
 
-    def _relative(self) -> tuple[Any, Any]:
+    def _relative(self, relative: Any | None) -> tuple[Any, Any]:
         """Return relative positions, and a lower bound of each query's distances, ``[..., q_len, 1]``, or None."""
         xp = self.xp
         if self.q_points is None:
@@ -414,8 +427,9 @@ class AttentionCall:
             relative = relative_positions(xp, q_positions, kv_positions)
             nearest = self.distance_to_keys(q_positions)[..., :, None]
         else:
-            points = self.q_points, self.kv_points
-            relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
+            if relative is None:
+                points = self.q_points, self.kv_points
+                relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
             if self.is_empty:
                 nearest = xp.zeros_like(relative[..., :1])
             elif self.sees_own_key:  # a key at distance 0: nothing to subtract
@@ -606,17 +620,8 @@ def _slopes(
     return place_slopes(xp, slopes, dtype, device)
 
 
-def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tuple[Any, Any]:
-    if segment_ids is None:
-        return None, None
-    is_pair = isinstance(segment_ids, (tuple, list))
-    if not is_pair and sizes["q_len"] != sizes["kv_len"]:
-        raise ValueError(
-            f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
-            f"{sizes['kv_len']}, differ; got one array"
-        )
-    # Each array is [..., length] and broadcasts to [*batch, length].
-    pair = _pair("segment_ids", segment_ids)
+def _segment_ids(xp: Namespace, pair: tuple[Any, Any], sizes: dict[str, Any]) -> tuple[Any, Any]:
+    """Check the ids of queries and keys, ``[..., length]``, which broadcast to ``[*batch, length]``; return them."""
     for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
         shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
         axes = ", ".join([*_batch_axes(sizes["batch"]), name])
@@ -628,22 +633,11 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
     return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned integers
 
 
-def _points(xp: Namespace, positions: Any, sizes: dict[str, Any], excluded: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the points of queries and keys, ``[..., length, dims]``, or two Nones."""
-    if positions is None:
-        return None, None
-    for name, value in excluded.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None with positions, which say where each token is, got {value}")
-    if not isinstance(positions, (tuple, list)) and sizes["q_len"] != sizes["kv_len"]:
-        raise ValueError(
-            f"positions must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, {sizes['kv_len']}, "
-            "differ; got one array"
-        )
-    lengths = (("q_len", sizes["q_len"]), ("kv_len", sizes["kv_len"]))
-    pair = _pair("positions", positions)
+def _points(xp: Namespace, pair: tuple[Any, Any], sizes: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the points of queries and keys, ``[..., length, dims]``."""
     q_points, kv_points = (
-        points_of_call(xp, x, sizes["batch"], *length) for x, length in zip(pair, lengths, strict=True)
+        points_of_call(xp, x, sizes["batch"], name, sizes[name])
+        for x, name in zip(pair, ("q_len", "kv_len"), strict=True)
     )
     if q_points.shape[-1] != kv_points.shape[-1]:
         dims = f"{q_points.shape[-1]} (queries) and {kv_points.shape[-1]} (keys)"

@@ -1,4 +1,8 @@
-"""The command that installs an extra."""
+"""Errors of the commands, and the command that installs an extra."""
+
+
+class UnusableError(Exception):
+    """A command cannot do what it is asked for; the message says why and tells the fix."""
 
 
 def install_hint(extra: str) -> str:

@@ -1,15 +1,15 @@
 """Folding: causal ALiBi as additional features of query and key, for attention kernels that take no bias.
 
-Softmax ignores a constant along a row, so under a causal mask ``-slope * (i - j)`` can be replaced by
-``slope * (j - c)`` with any ``c``: the product of a number of the query's head and a number of the key. Both have more
-digits than a low-precision feature holds, so each is a sum of *limbs* that fit. One feature holds one pair of limbs.
+Softmax ignores a constant along a row, so under a causal mask ``slope * (j - c)`` may replace ``-slope * (i - j)``: a
+number of the head times a number of the key. Both have more digits than a feature holds in low precision, so each is a
+sum of *limbs* that fit. One feature holds one pair of limbs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import Array, DType, arange, asarray, astype, brief, checks, floating_name, host_values, times
+from alibi_core._arrays import Array, DType, arange, astype, brief, checks, floating_name, host_values, times
 from alibi_core._bias import slopes_of_any_sign
 from alibi_core._call import AttentionCall
 from alibi_core._contracts import power_below
@@ -30,24 +30,20 @@ def fold(
 
     Scores of the returned pair are ``scale * query @ key.T + slopes * (j - c)`` for key ``j``; softmax under a causal
     mask ignores ``c``. Give the kernel the ``scale`` used here, not the default for the new size, and an unchanged
-    value. Features are exact in their dtype, with the same bits in every library; :func:`fold_error_bound` bounds the
-    error of the kernel's float32 sums. Symmetric attention cannot be folded. docs/bias.md lists suitable kernels.
+    value. Features are exact in their dtype, with the same bits in every library. Symmetric attention cannot be folded.
 
     Args:
         query: ``[..., num_heads, q_len, d]`` of float16, bfloat16, float32 or float64.
         key: ``[..., num_kv_heads, kv_len, d]`` of the same dtype. ``num_kv_heads`` divides ``num_heads``.
-        slopes: ``[num_heads]`` or ``[..., num_heads]``, of any sign, or an int for that many canonical slopes. Default:
-            the canonical slopes. In float16 at most 255 times the scale.
+        slopes: ``[..., num_heads]``, of any sign, or as in :func:`attention`. In float16 at most 255 times the scale.
         scale: Factor of the scores, not 0. Default ``d ** -0.5``.
         head_dim: Features to pad to with zeros. Default ``d + fold_size(kv_len, dtype)``, no padding.
 
     Returns:
-        ``[..., num_heads, q_len, head_dim]`` and ``[..., num_kv_heads, kv_len, head_dim]``, with the dtype and device
-        of ``query``. Gradients by query, key and slopes equal those of attention with a bias.
+        Both, with ``head_dim`` features. Gradients by query, key and slopes equal those of attention with a bias.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
-        ValueError: If a value or shape is wrong, ``head_dim`` is too small, or ``kv_len`` exceeds 8390656 in float16.
+        TypeError, ValueError: As :func:`attention`; or if ``head_dim`` or, in float16, ``kv_len`` does not fit.
 
     Example:
         >>> import numpy as np
@@ -66,10 +62,9 @@ def fold(
     head_dim = size if head_dim is None else checks.size("head_dim", head_dim)
     if head_dim < size:
         raise ValueError(f"head_dim must be at least {size}, those of query and of positions, got {head_dim}")
-    # A pair of limbs needs the factor 2**((bits + 1) * (j - i)). The key takes 2**-14 to 2**4 of it, within float16's
-    # normal numbers; the query takes the rest, at best 2**4, for rates from 2**-16 to 255.
+    # A pair of limbs needs the factor 2**((bits + 1) * (j - i)), split between key and query. The key takes 2**-14 to
+    # 2**4 of it, within float16's normal numbers; the query takes the rest, at best 2**4, for rates from 2**-16 to 255.
     pairs = [(i, j, (bits + 1) * (j - i)) for i in range(rate_limbs) for j in range(position_limbs)]
-    # Split each power of two between key and query.
     of_key = [min(max(power - 4, -14), 4) for *_, power in pairs]
     of_query = [power - own for (*_, power), own in zip(pairs, of_key, strict=True)]
     limit = 65504.0 / 2 ** max(of_query) if bits == BITS["float16"] else 2.0**LARGEST_EXPONENT
@@ -79,18 +74,14 @@ def fold(
     # The kernel multiplies by the scale, so slopes are divided by it.
     rates = _split_rates(call, times(xp, call.slopes, 1 / call.scale), bits, rate_limbs)
     digits = _split_positions(call, bits, position_limbs)
-    # [..., num_heads, features] and [kv_len, features]: one feature for each pair of limbs
-    for_query = xp.stack([rates[i] * 2.0**x for (i, *_), x in zip(pairs, of_query, strict=True)], axis=-1)
-    for_key = xp.stack([digits[j] * 2.0**x for (_, j, _), x in zip(pairs, of_key, strict=True)], axis=-1)
-    # [..., num_heads, 1, features] and [kv_len, features]
-    return _append(call, query, for_query[..., None, :], head_dim), _append(call, key, for_key, head_dim)
+    # A feature for each pair of limbs: [..., num_heads, 1] for queries, [kv_len] for keys
+    for_query = [rates[i][..., None] * 2.0**x for (i, *_), x in zip(pairs, of_query, strict=True)]
+    for_key = [digits[j] * 2.0**x for (_, j, _), x in zip(pairs, of_key, strict=True)]
+    return _append(call, query, for_query, head_dim - size), _append(call, key, for_key, head_dim - size)
 
 
 def fold_size(kv_len: int, dtype: DType) -> int:
     """Return the number of features that :func:`fold` appends.
-
-    That is 1 in float32; in bfloat16 3 for up to 257 keys and 6 for up to 131,328 keys; in float16 3 for up to 2,049
-    keys and 6 for up to 8,390,656 keys.
 
     Example:
         >>> fold_size(4096, "bfloat16"), fold_size(2048, "float16"), fold_size(4096, "float32")
@@ -104,16 +95,14 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
     """Return an upper bound of the error that folding adds to a scaled score, one a head.
 
     It holds for any data, and for a kernel that adds products in float32 in any order; docs/bias.md derives it. The
-    rounding error of the sum of ``query * key`` itself comes on top. The result is an array with the shape, library and
-    device of ``slopes``.
+    rounding error of ``query @ key`` itself comes on top. The result has the shape, library and device of ``slopes``.
 
     Args:
         slopes: ``[..., num_heads]``, or an int for that many canonical slopes.
         kv_len: Number of keys, in tokens.
         head_dim: Features of query and key before folding.
         dtype: Floating dtype of query and key, of any library, or its name.
-        q_len: Number of queries, in tokens. Default: any number. With as many queries as keys the bound is half as
-            large.
+        q_len: Number of queries. Default: any. With as many queries as keys the bound is half as large.
 
     Example:
         >>> bound = fold_error_bound(8, 4096, head_dim=64, dtype="bfloat16", q_len=4096)  # slopes 2**-1 ... 2**-8
@@ -124,8 +113,7 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
     kv_len = int(kv_len)  # of NumPy's integers, small ones would wrap
     xp, placed = slopes_of_any_sign(slopes)
     centre = _centre(1 if q_len is None else checks.non_negative_int("q_len", q_len), kv_len)
-    # The largest |j - c|.
-    farthest = max(centre, kv_len - 1 - centre)
+    farthest = max(centre, kv_len - 1 - centre)  # the largest |j - c|
     lower_limbs = sum(2 ** (bits + (bits + 1) * j) for j in range(limbs - 1))
     sizes = (1 + 2.0 ** (2 - bits)) * (farthest + 2 * lower_limbs)
     additions, multiplications = head_dim + rates * limbs - 1, 2 + (bits >= 24)
@@ -145,8 +133,7 @@ def _limbs(kv_len: int, dtype: DType) -> tuple[int, int, int]:
         limbs, largest = limbs + 1, (largest + 2**bits) >> (bits + 1)
     if name == "float16" and limbs > 2:  # the first of three limbs would overflow
         raise ValueError(f"kv_len must be at most 8390656 to be folded in float16, got {kv_len}; bfloat16 has no limit")
-    # Each limb but the first adds one bit more than it holds, its sign. A float32 slope of 24 bits takes three limbs:
-    # 8 + 9 + 9 bits suffice in bfloat16, 11 + 12 do not in float16.
+    # A float32 slope of 24 bits takes three limbs: 8 + 9 + 9 bits suffice in bfloat16, 11 + 12 do not in float16.
     return bits, 1 if bits >= 24 else 3, limbs
 
 
@@ -165,15 +152,13 @@ def _split_rates(call: AttentionCall, rates: Any, bits: int, count: int) -> list
         return [rates]
     xp = call.xp
     power, inverse = power_below(xp, rates, range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1))
-    # Value of the last bit of the first limb.
-    unit = power * 2.0 ** (1 - bits)
+    unit = power * 2.0 ** (1 - bits)  # value of the last bit of the first limb
     limbs, rest = [], rates * inverse * 2.0 ** (bits - 1)  # 2**(bits - 1) <= rest < 2**bits
-    for i in range(count):
-        rest = rest if i == 0 else rest * 2.0 ** (bits + 1)  # -2**bits <= rest <= 2**bits
+    for _ in range(count):
         digit = xp.round(rest)
-        rest = rest - digit
         limbs.append(digit * unit)
-    limbs[0] = limbs[0] + rest * unit * 2.0 ** (-(bits + 1) * (count - 1))
+        rest = (rest - digit) * 2.0 ** (bits + 1)  # -2**bits <= rest <= 2**bits
+    limbs[0] = limbs[0] + rest * unit * 2.0 ** (-(bits + 1) * count)
     return limbs
 
 
@@ -187,11 +172,9 @@ def _split_positions(call: AttentionCall, bits: int, count: int) -> list[Any]:
     return [astype(call.xp, x, call.working_dtype) for x in (*limbs, rest)]
 
 
-def _append(call: AttentionCall, tensor: Any, features: Any, head_dim: int) -> Any:
-    """Return ``tensor`` with ``features`` appended along the last axis, and zeros up to ``head_dim``."""
-    xp, leading = call.xp, tensor.shape[:-1]
+def _append(call: AttentionCall, tensor: Any, features: list[Any], padding: int) -> Any:
+    """Return ``tensor`` with ``features``, and ``padding`` zeros, appended along the last axis."""
+    xp, stacked = call.xp, call.xp.stack(features + [call.xp.zeros_like(features[0])] * padding, axis=-1)
     # Broadcast before the cast: the gradient of a broadcast is a sum over all tokens, which needs float32.
-    parts = [tensor, astype(xp, xp.broadcast_to(features, (*leading, features.shape[-1])), call.dtype)]
-    if missing := head_dim - tensor.shape[-1] - features.shape[-1]:
-        parts.append(xp.broadcast_to(asarray(xp, 0.0, call.dtype, call.device), (*leading, missing)))
-    return xp.concat(parts, axis=-1)
+    stacked = xp.broadcast_to(stacked, (*tensor.shape[:-1], stacked.shape[-1]))
+    return xp.concat([tensor, astype(xp, stacked, call.dtype)], axis=-1)

@@ -64,9 +64,8 @@ def slopes(
     - ``"mpt"``: ``1 / 2**(b (h+1) / n')`` for ``n'`` the next power of two, odd ``h`` first, cut to ``n``;
     - ``"geometric"``: the same as ``scheme="geometric"``; :func:`bias` accepts this name too.
 
-    Up to 128 heads, BLOOM's and MPT's slopes are bit for bit those of ``transformers`` if ``powf`` rounds correctly.
-    PyTorch's vectorised ``pow`` does not: with it one BLOOM slope of 16, 32 or 128 may be a unit in the last place off;
-    which slope depends on the processor.
+    Up to 128 heads, BLOOM's and MPT's slopes are bit for bit those of ``transformers`` if ``powf`` rounds correctly;
+    with PyTorch's vectorised ``pow`` one of theirs may be a unit in the last place off.
 
     Args:
         num_heads: Number of heads, at least 1.

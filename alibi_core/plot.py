@@ -16,11 +16,10 @@ from alibi_core._bias import bias as bias_of
 from alibi_core._extras import install_hint
 
 try:
-    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"alibi_core.plot needs matplotlib; {install_hint('plot')}") from error
 
@@ -65,14 +64,9 @@ def bias(
         query: Index of the query whose weights are drawn below; negative indices count from the end.
         **arguments: As in :func:`alibi_core.bias`: its further keyword arguments.
 
-    Returns:
-        The figure.
-
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
-        TypeError: For the reasons listed in :func:`alibi_core.bias`.
-        ValueError: For the reasons listed in :func:`alibi_core.bias`, if there is nothing to draw, slopes have a batch
-            axis, or a head or the query does not exist.
+        TypeError, ValueError: As :func:`alibi_core.bias`; or if there is nothing to draw, slopes have a batch axis, or
+            a head or the query does not exist.
 
     Example:
         >>> figure = bias(4, 12)
@@ -114,7 +108,7 @@ def bias(
 
 
 def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
-    """Draw the keys that each block of queries needs, by head, with the horizons beside.
+    r"""Draw the keys that each block of queries needs, by head, with its horizon.
 
     Visible keys are pale, needed keys blue. An implementation computes the blue area, and more at its edges.
     :meth:`Explanation.figure` is this function.
@@ -124,23 +118,18 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         entry: Index of the batch entry; with several batch axes, the index in the flattened batch.
         heads: Indices of the heads to draw. Default: all of up to 8 heads, else the first, the last and 6 between.
 
-    Returns:
-        The figure.
-
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
         ValueError: If there is nothing to draw, or the batch entry or a head does not exist.
 
     Example:
-        An explanation as a backend's ``explain`` returns it, here written by hand: 8 tokens in two blocks, and two
-        heads; the second head needs all visible keys.
+        Eight tokens in two blocks, and two heads, of which the second needs all visible keys:
 
         >>> from alibi_core.backend.horizon import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])
         >>> spans = KeySpans(np.asarray([0, 4, 8]), 8, visible, np.asarray([[[[0, 4], [4, 8]], visible[0]]]))
         >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 60, spans)
         >>> [ax.get_title() for ax in explanation(explained).axes]
-        ['head 0: 67%', 'head 1: 100%', 'horizon']
+        ['head 0: 67%\nhorizon 4', 'head 1: 100%\nno horizon']
     """
     spans, horizons = explained.spans, np.asarray(explained.horizons)
     if spans is None:
@@ -150,9 +139,8 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
     shown = _chosen(heads, horizons.shape[1])
     columns = min(len(shown), COLUMNS)
     rows = -(-len(shown) // columns)
-    figure = _Picture(figsize=(3.4 + 1.9 * columns, 0.9 + 2.1 * rows), layout="constrained")
-    panels, beside = figure.subfigures(1, 2, width_ratios=[1.9 * columns, 3.0], squeeze=False)[0]
-    axes = panels.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    figure = _Picture(figsize=(0.6 + 2.1 * columns, 0.9 + 2.3 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for ax in axes.flat[len(shown) :]:
         ax.set_visible(False)
     for ax, head in zip(axes.flat, shown, strict=False):
@@ -161,14 +149,15 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         for (first, stop), colour in ((spans.visible[entry].T, PALE), (spans.needed[entry, head].T, BLUE)):
             ax.stairs(stop, spans.edges, baseline=first, orientation="horizontal", fill=True, color=colour)
             pairs.append(float((np.diff(spans.edges) * (stop - first)).sum()))
-        ax.set_title(f"head {head}: {pairs[1] / max(pairs[0], 1.0):.0%}", fontsize=10)
+        horizon = horizons[entry, head]
+        words = f"horizon {horizon:,.0f}" if math.isfinite(horizon) else "no horizon"
+        ax.set_title(f"head {head}: {pairs[1] / max(pairs[0], 1.0):.0%}\n{words}", fontsize=10)
         ax.set_xlim(0, spans.kv_len)
         # The first query is at the top, as in a matrix.
         ax.set_ylim(spans.edges[-1], 0)
         _whole_numbers(ax.xaxis, ax.yaxis)
-    panels.supxlabel("key", fontsize=10)
-    panels.supylabel("query", fontsize=10)
-    _draw_horizons(beside.subplots(), horizons[entry, shown], shown, spans.kv_len)
+    figure.supxlabel("key", fontsize=10)
+    figure.supylabel("query", fontsize=10)
     figure.suptitle(
         f"{explained.implementation}: {explained.share:.1%} of the visible scores (pale) are needed (blue)",
         fontsize=11,
@@ -184,24 +173,6 @@ def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
     if not chosen or not all(0 <= head < num_heads for head in chosen):
         raise ValueError(f"heads must be some of {num_heads}, from 0, got {chosen}")
     return chosen
-
-
-def _draw_horizons(ax: Axes, horizons: np.ndarray[Any, Any], heads: Sequence[int], kv_len: int) -> None:
-    """Draw the horizons of heads, in tokens, as bars; a head that needs every key gets a bar of ``kv_len``."""
-    endless = ~np.isfinite(horizons)
-    rows = np.arange(len(heads))
-    ax.barh(rows, np.where(endless, kv_len, horizons), color=[PALE if x else BLUE for x in endless])
-    for row, horizon in zip(rows, horizons, strict=True):
-        text = f"{horizon:,.0f}" if math.isfinite(horizon) else "all keys"
-        ax.annotate(text, (1, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9, color="black",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85})  # fmt: skip
-    ax.set_xscale("log")
-    ax.set_xlim(1, max(2.0, kv_len))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    ax.set_yticks(rows, [f"head {head}" for head in heads])
-    ax.invert_yaxis()
-    ax.set_title("horizon", fontsize=10)
-    ax.set_xlabel("tokens")
 
 
 def _whole_numbers(*axes: Axis) -> None:

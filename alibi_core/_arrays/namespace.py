@@ -339,11 +339,6 @@ def has_float64(xp: Namespace) -> bool:
     return not (lacks_64_bits(xp) or _is_mlx(xp))
 
 
-def computes_eagerly_without_gradients(xp: Namespace) -> bool:
-    """Whether the library is NumPy: each operation allocates its result at once, and there are no gradients."""
-    return library_name(xp) == "numpy"
-
-
 def is_exporting() -> bool:
     """Whether ``torch.export`` traces: it turns a comparison of dynamic sizes into a guard on them."""
     torch = sys.modules.get("torch")

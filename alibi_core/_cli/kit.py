@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from alibi_core._cli.terminal import UnusableError, waiting
-from alibi_core._extras import install_hint
+from alibi_core._cli.tables import print_table
+from alibi_core._extras import UnusableError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -59,8 +59,6 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
             raise UnusableError(str(error)) from error
         try:
             return run(options)
-        except BrokenPipeError:
-            raise
         except (GoldenError, OSError) as error:
             raise UnusableError(str(error)) from error
 
@@ -68,13 +66,7 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
 
 def _conformance(options: argparse.Namespace) -> int:
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-    except ModuleNotFoundError as error:
-        message = f"alibi-core conformance needs {error.name}; {install_hint('conformance')}"
-        raise UnusableError(message) from error
-    from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, supervised
+    from alibi_core.conformance import ENTRY_POINTS, LAWS, Report, Settings, supervised
 
     # Refuse unknown names before any adapter is loaded.
     unknown = set(options.law or ()) - {law.name for law in LAWS}
@@ -96,103 +88,62 @@ def _conformance(options: argparse.Namespace) -> int:
         time_limit=options.time_limit,
         dtypes=() if "all" in dtypes else tuple(dtypes),
     )
-    outcomes: list[Outcome] = []
-    missing: list[Outcome] = []
+    reports: list[tuple[str, Report]] = []  # each with its source
+    missing: list[tuple[str, str]] = []
     for source in sources:
-        with Console(stderr=True).status(escape(f"{source} …")) as status:
-            for outcome in supervised(source, settings, lambda words, status=status: status.update(escape(words))):  # type: ignore[misc]
-                (missing if outcome.missing else outcomes).append(outcome)
-    if outcomes:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        with console.capture() as printed:  # print() writes it, so that main() handles a broken pipe
-            console.print(_summary(outcomes))
-            console.print("of budget: the largest error that passed, as a share of what rounding may cause")
-            for outcome in outcomes:
-                if len(outcomes) == 1 or not outcome.passed:
-                    console.print(_details(outcome, every_law=len(outcomes) == 1))
-        encoding = sys.stdout.encoding or "utf-8"  # some encodings lack the arrow
-        print(printed.get().encode(encoding, "replace").decode(encoding), end="")
+        print(f"checking {source} ...", file=sys.stderr)
+        for found in supervised(source, settings):
+            missing += [(source, found)] if isinstance(found, str) else []
+            reports += [(source, found)] if isinstance(found, Report) else []
+    if reports:
+        _print([report for _, report in reports])
     # A backend that is not installed is reported; a missing --adapter is an error, below.
-    for outcome in () if options.adapter else missing:
-        print(f"Not checked: {outcome.source} ({outcome.missing}).")
-    _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})
+    for source, reason in () if options.adapter else missing:
+        print(f"Not checked: {source} ({reason}).")
+    passed = all(report.passed for _, report in reports)
+    entries = [{"source": source, "passed": report.passed, "report": report.to_dict()} for source, report in reports]
+    _write_json(options.json, {"passed": passed, "reports": entries})
     if missing and options.adapter:
         raise UnusableError(
             "--adapter must be package.module:NAME of an adapter, in a module that can be imported here, got "
-            + ", ".join(f"{outcome.source} ({outcome.missing})" for outcome in missing)
+            + ", ".join(f"{source} ({reason})" for source, reason in missing)
         )
-    if not outcomes:
+    if not reports:
         raise UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
-    if not any(x.report is None or x.report.was_checked for x in outcomes):
+    if all(report.exit_status == 2 for _, report in reports):
         raise UnusableError(f"no adapter offers what {', '.join(settings.laws) or 'the laws'} would check")
-    return 0 if all(x.passed for x in outcomes) else 1
+    return 0 if passed else 1
 
 
-def _summary(outcomes: Sequence[Any]) -> Any:
-    """Return a table with one row for each adapter."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title="Is it ALiBi?", title_justify="left")
-    for column in ("implementation", "dtype", "contract", "verdict"):
-        table.add_column(column, no_wrap=True)
-    for column in ("passed", "failed", "not\noffered", "calls", "of budget", "seconds"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        report = outcome.report
-        statuses = [law.status for law in report.laws]
-        verdict = ("[green]yes[/]", "[bold red]NO[/]", "nothing to check")[report.exit_status]
-        table.add_row(
-            *(escape(report.name or outcome.source), report.dtype, report.contract, verdict),
-            *(str(statuses.count(status)) for status in ("passed", "failed", "not offered")),
-            str(sum(law.calls for law in report.laws)),
-            f"{max((law.share for law in report.laws), default=0.0):.0%}",
-            f"{report.seconds:.1f}",
-        )
-    return table
-
-
-def _details(outcome: Any, *, every_law: bool) -> Any:
-    """Return the diagnoses of an adapter, then a table of its laws: all laws, or only the broken ones."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    report = outcome.report
-    parts: list[Any] = [Text(f"{report.name}, {report.dtype}, contract {report.contract}", style="italic")]
-    if report.crash:
-        parts.append(Text(f"It crashed: {report.crash}", style="bold red"))
-    parts += [Text(f"→ {x.sentence}", style="bold") for x in report.diagnoses]
-    shown = [law for law in report.by_urgency if every_law or law.status != "passed"]
-    styles = {"passed": "green", "failed": "bold red", "not run": "yellow"}
-    table = Table("law", "", "what it says; what was found")
-    for law in shown:
-        text = Text(law.statement)
-        if law.counterexample is not None:
-            text.append(f"\n{law.counterexample}", style="red")
-        elif law.reason:
-            text.append(f"\n{law.reason}", style="dim")
-        table.add_row(law.name, Text(law.status, style=styles[law.status]), text)
-    parts += [table] if shown else []
-    if every_law and report.not_offered:
-        parts.append(Text(report.not_offered, style="dim"))
-    return Group(*parts)
+def _print(reports: Sequence[Any]) -> None:
+    """Print a table with a line for each adapter, then the reports of those that failed; of one alone in any case."""
+    rows = []
+    for report in reports:
+        verdict = ("yes", "NO", "nothing to check")[report.exit_status]
+        numbers = [*report.counts.values(), sum(law.calls for law in report.laws)]
+        share = max((law.share for law in report.laws), default=0.0)
+        names = (report.name, report.dtype, report.contract, verdict)
+        rows.append((*names, *map(str, numbers), f"{share:.0%}", f"{report.seconds:.1f}"))
+    counted = ("passed", "failed", "not offered")
+    header = ("implementation", "dtype", "contract", "is ALiBi", *counted, "calls", "of budget", "seconds")
+    print_table(header, rows)
+    print("of budget: the largest error that passed, as a share of what rounding may cause")
+    for report in reports:
+        if len(reports) == 1 or not report.passed:
+            print(f"\n{report}")
 
 
 def _write(options: argparse.Namespace) -> int:
     from alibi_core.conformance import write_golden
 
-    with waiting("golden vectors"):
-        path = write_golden(options.directory)
-    print(f"golden vectors in {path}")
+    print(f"golden vectors in {write_golden(options.directory)}")
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     from alibi_core.conformance import check_golden
 
-    with waiting("results"):
-        report = check_golden(options.directory, options.results)
+    report = check_golden(options.directory, options.results)
     print(report)
     _write_json(options.json, report.to_dict())
     return 0 if report.passed else 1

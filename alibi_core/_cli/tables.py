@@ -13,13 +13,13 @@ import numpy as np
 
 import alibi_core
 from alibi_core._arrays import checks
-from alibi_core._cli.terminal import UnusableError
+from alibi_core._extras import UnusableError
 from alibi_core._models import Checkpoint
 from alibi_core._slopes import slope_values
 
 TYPICAL_RANGE = 16.0  # 2 * scale * |query| * |key| of normally distributed queries and keys of 64 features
 LENGTHS = (2_048, 8_192, 32_768)  # tokens; the columns for a checkpoint
-REFUSED = (TypeError, ValueError, FileNotFoundError)  # errors that the library raises for wrong arguments
+REFUSED = (TypeError, ValueError, OSError)  # errors that the library raises for wrong arguments and files
 
 
 def add_commands(commands: Any) -> None:
@@ -87,7 +87,7 @@ def _explain(options: argparse.Namespace) -> None:
         lengths, is_causal, sides = (length,), options.causal, [slopes] * (1 if options.causal else 2)
         score_range = _score_range(options, TYPICAL_RANGE)
     else:
-        checkpoint = _opened(options.target)
+        checkpoint = Checkpoint.open(options.target)
         config = checkpoint.config
         is_causal, window, sides = config.is_causal, config.window_size, _sides(checkpoint)
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
@@ -113,17 +113,10 @@ def _explain(options: argparse.Namespace) -> None:
     print("whole tiles of scores, so a few more.")
 
 
-def _opened(directory: str) -> Checkpoint:
-    try:
-        return Checkpoint.open(directory)
-    except OSError as error:  # caught here, where it is about files, and not in main, where it may be about printing
-        raise UnusableError(str(error)) from None
-
-
 def _looked_at(directory: str, file: str) -> str:
     """Return the text of PyTorch's ``explain_model`` for a checkpoint and a file of token ids."""
     try:
-        torch, alibi_torch = (importlib.import_module(name) for name in ("torch", "alibi_torch"))
+        torch, alibi_torch = map(importlib.import_module, ("torch", "alibi_torch"))
     except ModuleNotFoundError as error:
         raise UnusableError(str(error)) from None
     numbers = torch.tensor([[int(word) for word in Path(file).read_text(encoding="utf-8").split()]])

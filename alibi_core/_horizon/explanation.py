@@ -56,8 +56,6 @@ class Explanation:
         spans: The keys that blocks of queries see and need, as :class:`KeySpans`; None if there is nothing to compute.
 
     Example:
-        An explanation as a backend's ``explain`` returns it, here written by hand:
-
         >>> explained = Explanation("tiled", {}, 2.0**-24, 1.2e-7, np.asarray([[35.0, math.inf]]), 2000, 1100)
         >>> print(explained)
         implementation: tiled
@@ -136,19 +134,7 @@ class Explanation:
         return self.scores_needed / max(self.scores_visible, 1)
 
     def figure(self, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
-        """Draw the keys that each block of queries needs, by head, with the horizons beside.
-
-        Requires matplotlib, from the ``plot`` extra. A notebook shows the figure; ``figure.savefig("keys.png")`` writes
-        it.
-
-        Args:
-            entry: Index of the batch entry; with several batch axes, the index in the flattened batch.
-            heads: Indices of the heads to draw. Default: all of up to 8 heads, else the first, the last and 6 between.
-
-        Raises:
-            ModuleNotFoundError: If matplotlib is not installed; the message says how to install it.
-            ValueError: If there is nothing to draw, or the batch entry or a head does not exist.
-        """
+        """Draw the keys that each block of queries needs, by head: see :func:`alibi_core.plot.explanation`."""
         from alibi_core import plot
 
         return plot.explanation(self, entry=entry, heads=heads)

@@ -149,15 +149,6 @@ class ScoreBounds:
         q_least: ``[..., num_heads, q_blocks]``: the smallest norm of a query in the block, times the scale.
         q_most: ``[..., num_heads, q_blocks]``: the largest norm of a query in the block, times the scale.
         key_norm: ``[..., num_heads, kv_blocks]``: the largest norm of a key in the block.
-
-    Example:
-        Norms of 2 and 3 bound scores by 6; where a query's own key scores -6, others exceed it by at most 12:
-
-        >>> call = AttentionCall.check(*[np.ones((1, 1, 8, 2))] * 3)
-        >>> q_norms, own_scores, key_norms = (np.full((1, 1, 8), x) for x in (2.0, -6.0, 3.0))
-        >>> tokens = q_norms, own_scores, key_norms, np.zeros(8, np.int32)  # each query sees its own key
-        >>> ScoreBounds.of_tokens(call, *tokens, q_block=4, kv_block=4).excess.round(3).tolist()
-        [[[12.0, 12.0]]]
     """
 
     q_block: int
@@ -260,17 +251,6 @@ class KeyRanges:
 
     Both conditions apply: a query at position ``p`` needs the keys ``j`` with ``first <= j < stop`` and
     ``p - past < j < p + future``. The four fields are int32 arrays ``[..., num_heads, q_blocks]``, in tokens.
-
-    Example:
-        Where scores are alike, a head of slope 0.5 needs few of 4,096 keys, in blocks of 1,024 queries:
-
-        >>> call = AttentionCall.check(*[np.ones((1, 1, 4096, 2))] * 3, np.asarray([0.5]))
-        >>> norms = np.ones((1, 1, 4096))
-        >>> tokens = norms, norms, norms, np.zeros(4096, np.int32)
-        >>> bounds = ScoreBounds.of_tokens(call, *tokens, q_block=1024, kv_block=64)
-        >>> ranges = key_ranges(call, bounds, tolerance=2.0**-24)
-        >>> ranges.past[0, 0].tolist(), ranges.first[0, 0].tolist(), ranges.stop[0, 0].tolist()
-        ([36, 36, 36, 36], [0, 989, 2013, 3037], [1024, 2048, 3072, 4096])
     """
 
     q_block: int
@@ -295,13 +275,15 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
         The ranges of keys of each block of queries, ``[..., num_heads, q_blocks]``, int32, in tokens.
 
     Example:
-        A causal mask alone, for 8 tokens in blocks of 4:
+        Where scores are alike, a head of slope 0.5 needs few of 4,096 keys, in blocks of 1,024 queries:
 
-        >>> query = key = value = np.ones((1, 1, 8, 2))
-        >>> call = AttentionCall.check(query, key, value)
-        >>> ranges = key_ranges(call, ScoreBounds.unmeasured(call, q_block=4, kv_block=4), tolerance=0.0)
-        >>> ranges.first.tolist(), ranges.stop.tolist()
-        ([[[0, 0]]], [[[4, 8]]])
+        >>> call = AttentionCall.check(*[np.ones((1, 1, 4096, 2))] * 3, np.asarray([0.5]))
+        >>> norms = np.ones((1, 1, 4096))
+        >>> tokens = norms, norms, norms, np.zeros(4096, np.int32)
+        >>> bounds = ScoreBounds.of_tokens(call, *tokens, q_block=1024, kv_block=64)
+        >>> ranges = key_ranges(call, bounds, tolerance=2.0**-24)
+        >>> ranges.past[0, 0].tolist(), ranges.first[0, 0].tolist(), ranges.stop[0, 0].tolist()
+        ([36, 36, 36, 36], [0, 989, 2013, 3037], [1024, 2048, 3072, 4096])
     """
     xp, device = call.xp, call.device
     q_blocks, kv_blocks = bounds.excess.shape[-1], bounds.key_norm.shape[-1]

@@ -15,19 +15,7 @@ HALO_SHARE = 0.25  # share of the tolerance for keys that are not sent; the rest
 class Shards:
     """A sequence of ``length`` tokens in contiguous shards of ``shard_len`` tokens on ``num_shards`` devices.
 
-    Args:
-        num_shards: Number of devices that share the sequence.
-        shard_len: Tokens in a shard.
-        length: Tokens of the sequence; the rest of the shards is padding. Default: ``num_shards * shard_len``.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range.
-
-    Example:
-        >>> shards = Shards(4, 3, 10)
-        >>> [shards.tokens(shard) for shard in range(4)]
-        [3, 3, 3, 1]
+    The rest of the shards is padding. The default length is ``num_shards * shard_len``.
     """
 
     num_shards: int

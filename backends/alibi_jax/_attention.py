@@ -10,7 +10,7 @@ from alibi_core.backend.checks import explains_keywords
 from alibi_jax import _rows
 from alibi_jax._call import as_slopes, operands_of
 from alibi_jax._compatible import broadcasting
-from alibi_jax._dispatch import Implementation, attend, checked, dense, is_by_rows, require_dense
+from alibi_jax._dispatch import Implementation, attend, checked, choose, dense
 
 
 @explains_keywords
@@ -42,8 +42,8 @@ def attention(
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
     Memory is linear in the lengths, also with gradients. Distant keys are skipped if the norms of queries and keys
-    prove that their weights sum to at most ``tolerance``. Forward-mode and second derivatives need memory for all
-    scores.
+    prove that their weights sum to at most ``tolerance``. Second derivatives need memory for all scores; forward mode
+    needs ``"dense"``.
 
     Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``), ``jax.checkpoint``
     and ``jax.shard_map``, and partitions batch and heads as the arrays are sharded. Arrays may be traced;
@@ -126,7 +126,7 @@ def attention(
     tensors = [jnp.swapaxes(x, -3, -2) for x in (query, key, value)]
     if call.dense_only is None:
         return jnp.swapaxes(run(call, *tensors, checked(implementation)), -3, -2)
-    require_dense(call, checked(implementation))
+    choose(checked(implementation), call)  # raises if another implementation is named
     found = dense(call, *tensors, dropout_key=dropout_key)
     return (jnp.swapaxes(found[0], -3, -2), found[1]) if call.return_weights else jnp.swapaxes(found, -3, -2)
 
@@ -145,10 +145,11 @@ def run(
     """
     if call.is_empty:
         return jnp.zeros_like(query)
-    if is_by_rows(call, implementation):
-        return _rows.attention(call, query, key, value)
+    choose(implementation, call)  # raises if the implementation is named and cannot run the call
     if implementation == "dense":
         return dense(call, query, key, value)
+    if not call.is_toeplitz:
+        return _rows.attention(call, query, key, value)
     return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)
 
 

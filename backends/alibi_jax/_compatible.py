@@ -108,13 +108,21 @@ class Target:
     is_partitioned: bool = False
 
 
-def new_primitive(name: str, run: Callable[..., list[Any]], result_types: Callable[..., list[Any]]) -> Primitive:
+def new_primitive(
+    name: str,
+    run: Callable[..., list[Any]],
+    result_types: Callable[..., list[Any]],
+    mapped: Callable[..., Any],
+    jvp: Callable[..., Any],
+) -> Primitive:
     """Return a primitive whose implementation gets the compilation target, which no public function of JAX provides.
 
     Args:
         name: Name of the primitive.
         run: The implementation: takes the target, arrays and parameters, and returns arrays.
         result_types: Abstract evaluation: takes types and parameters, and returns the types of the results.
+        mapped: The rule for jax.vmap: takes the primitive, ``result_types``, arrays, their mapped axes and parameters.
+        jvp: The rule for jax.jvp: takes the primitive, arrays, their tangents (see :func:`is_zero`) and parameters.
     """
     primitive, run = Primitive(name), broadcasting(run)
     primitive.multiple_results = True
@@ -137,22 +145,11 @@ def new_primitive(name: str, run: Callable[..., list[Any]], result_types: Callab
     for platform in ("tpu", "cpu"):
         mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
     mlir.register_lowering(primitive, lower)
+    batching.primitive_batchers[primitive] = functools.partial(mapped, primitive, result_types)
+    ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
     return primitive
 
 
-def set_rules(primitive: Primitive, *, vmap: Any, jvp: Any, transpose: Any = None) -> None:
-    """Register the vmap, JVP and transpose rules of a primitive."""
-    batching.primitive_batchers[primitive] = vmap
-    ad.primitive_jvps[primitive] = jvp
-    if transpose is not None:
-        ad.primitive_transposes[primitive] = transpose
-
-
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent or cotangent is a symbolic zero."""
+    """Whether a tangent is a symbolic zero."""
     return type(tangent) is ad.Zero
-
-
-def zero(aval: Any) -> Any:
-    """Return a symbolic zero of this type."""
-    return ad.Zero(aval)

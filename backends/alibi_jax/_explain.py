@@ -12,16 +12,7 @@ from alibi_core.backend.checks import check_keywords
 from alibi_jax._attention import attention
 from alibi_jax._call import as_slopes, operands_of
 from alibi_jax._compatible import Target, broadcasting
-from alibi_jax._dispatch import (
-    IMPLEMENTATIONS,
-    Implementation,
-    checked,
-    choose,
-    is_by_rows,
-    name_of,
-    refusal,
-    require_dense,
-)
+from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, checked, choose, name_of, refusal
 
 
 @broadcasting
@@ -55,23 +46,18 @@ def explain(
         scores: 72 needed, 100.0% of the 72 visible
         horizons, in tokens, of the heads: all all
     """
-    implementation = checked(implementation)
+    checked(implementation)
     check_keywords(attention, arguments)
     arguments.pop("dropout_key", None)
     if "future_slopes" in arguments:
         arguments["future_slopes"] = as_slopes(arguments["future_slopes"])
     call = AttentionCall.check(query, key, value, as_slopes(slopes), layout=LENGTH_FIRST, xp=jnp, **arguments)
-    if call.dense_only is not None:
-        require_dense(call, implementation)
-        implementation = "dense"
     if call.is_empty:
         return Explanation.of_nothing(call)
-    if is_by_rows(call, implementation):
-        implementation = "tiled"
     tensors = tuple(jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-    operands, target = operands_of(call, *tensors), Target(_platform(query))
-    chosen = name_of(choose(implementation, target, operands))
-    reasons = {name: call.dense_only or refusal(name, target, operands) for name in IMPLEMENTATIONS if name != chosen}
+    flat, target = operands_of(call, *tensors).call, Target(_platform(query))
+    chosen = name_of(choose(implementation, flat, target))
+    reasons = {name: refusal(name, flat, target) for name in IMPLEMENTATIONS if name != chosen}
     return Explanation.of(call, tensors, chosen, reasons, leaves_out=chosen != "dense")
 
 

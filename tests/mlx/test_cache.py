@@ -125,7 +125,8 @@ def test_a_cache_travels_through_a_file_and_goes_on(tmp_path: Any) -> None:
     arrays = mx.load(path)
     # The last is as mlx-lm has it, with room behind the tokens.
     for state in ((*arrays.values(), offset), tuple(arrays.values()), (cache.keys, cache.values, offset)):
-        other = KVCache.from_state(state)
+        other = KVCache()
+        other.state = state
         assert other.offset == 390
         assert np.array_equal(MLX.numpy(other.key_norms), MLX.numpy(cache.key_norms))
         assert np.array_equal(MLX.numpy(other.attend(query)), MLX.numpy(cache.attend(query)))

@@ -1,4 +1,4 @@
-"""Sequences divided among processes or devices, and whether what these find, put together, is exact."""
+"""Calls on sequences divided among processes or devices, and the comparison of joined results with the oracle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance.testing import UNIT_ROUNDOFF, Attention, Rules, penalties, rounded, summed_over_batch
-from alibi_core.conformance.testing import assert_within_budget as assert_within
+from alibi_core.conformance import testing
+from alibi_core.conformance.testing import UNIT_ROUNDOFF, Sizes, rounded
 
 TENSORS = ("query", "key", "value")
 
@@ -49,11 +49,6 @@ class Case:
         return replace(self, seed=seed, large=large, cuts=cuts, shift=one_of(0.0, 0.0, 1.0))
 
     @property
-    def share(self) -> float:
-        """The share of softmax weight that may be left out."""
-        return UNIT_ROUNDOFF[self.dtype] if self.tolerance is None else self.tolerance
-
-    @property
     def shard_len(self) -> int:
         return -(-self.length // self.shards)
 
@@ -77,36 +72,62 @@ class Case:
         return arrays
 
 
+def attention_of_whole(mesh: Any, query: Any, key: Any, value: Any, slopes: Any = None, **options: Any) -> Any:
+    """Return JAX's sequence-parallel attention of whole arrays, padded to shards along the mesh axis ``tokens``.
+
+    Further options are those of ``alibi_jax.parallel.attention``, and ``batch_axis``, of a mesh axis.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from alibi_jax import parallel
+
+    batch_axis, head_axis = options.pop("batch_axis", None), options.get("head_axis")
+    length, missing = query.shape[1], -query.shape[1] % mesh.shape["tokens"]
+    of_tokens, of_slopes = PartitionSpec(batch_axis, "tokens"), PartitionSpec()
+    spec = PartitionSpec(batch_axis, "tokens", head_axis)
+    named = {"slopes": (slopes, of_slopes), "future_slopes": (options.pop("future_slopes", None), of_slopes)}
+    named["segment_ids"] = options.pop("segment_ids", None), of_tokens
+    named = {name: pair for name, pair in named.items() if pair[0] is not None}
+
+    def local(tensors: Any, arrays: Any) -> Any:
+        return parallel.attention(*tensors, **arrays, axis_name="tokens", length=length, **options)
+
+    def padded(array: Any) -> Any:
+        return jnp.pad(array, [(0, missing if axis == 1 else 0) for axis in range(array.ndim)])
+
+    specs = [spec] * 3, {name: pair[1] for name, pair in named.items()}
+    arrays = {name: x if name != "segment_ids" else padded(x) for name, (x, _) in named.items()}
+    inputs = [padded(x) for x in (query, key, value)], arrays
+    is_explicit = jax.sharding.AxisType.Explicit in mesh.axis_types
+    if is_explicit:
+        inputs = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), inputs, specs)
+    result = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec)(*inputs)
+    if is_explicit:
+        result = jax.sharding.reshard(result, NamedSharding(mesh, PartitionSpec(batch_axis, None, head_axis)))
+    return result[:, :length]
+
+
 def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool) -> None:
     """Assert that the result and its gradients are exact, but for rounding and for a share of softmax weight.
 
     ``found`` has ``result``, and gradients by argument; gradients of slopes are summed over batch entries.
     """
-    arrays, share = call.arrays(), call.share
-    exact = {name: x if name == "ids" else rounded(x, call.dtype) for name, x in arrays.items()}
-    batch, heads, length, _ = exact["query"].shape
-    ids = exact["ids"] if has_segments else None
-
-    def bias(slopes: Any, future: Any) -> np.ndarray:
-        future = None if future is None else rounded(future, "float32")
-        rules = Rules(rounded(slopes, "float32"), 0, call.is_causal, future, ids, ids, call.window_size)
-        return penalties(rules, batch, heads, length, length)
-
-    tensors = [exact[name] for name in ("query", "key", "value")]
-    of_call = bias(call.slopes, call.future_slopes)
-    problem = Attention(*tensors, bias=of_call, scale=call.head_dim**-0.5, dtype=call.dtype)
-    assert_within(found["result"], problem.output_without(share))
-    ones = np.ones(heads)
-    zeros = None if call.future_slopes is None else 0 * ones
-    for name, (slopes, future) in {"slopes": (ones, zeros), "future_slopes": (0 * ones, ones)}.items():
-        if name not in found:
-            continue
-        distances = -bias(slopes, future)
-        distances = np.where(np.isfinite(distances), distances, 0)
-        answers = problem.gradients_without(share, exact["cotangent"], distances)
-        answers[name] = summed_over_batch(answers.pop("slopes"))
-        for which, answer in answers.items():
-            try:
-                assert_within(found[which], answer)
-            except AssertionError as error:
-                raise AssertionError(f"gradient of {which}, {error}") from None
+    arrays, share = call.arrays(), UNIT_ROUNDOFF[call.dtype] if call.tolerance is None else call.tolerance
+    rules: dict[str, Any] = {"is_causal": call.is_causal, "window_size": call.window_size}
+    if call.future_slopes is not None:
+        rules["future_slopes"] = np.float32(call.future_slopes)
+    if has_segments:
+        rules["segment_ids"] = arrays["ids"]
+    heads = call.kv_heads, len(call.slopes) // call.kv_heads
+    problem = testing.Case(Sizes(call.batch, *heads, (call.length, call.length), call.head_dim))
+    tensors = {name: arrays[name] for name in (*TENSORS, "cotangent")}
+    problem = problem.with_arguments("", rules).with_arrays(**tensors, slopes=rounded(call.slopes, "float32"))
+    answers = {"result": problem.exact(call.dtype).output_without(share)} | problem.gradients(call.dtype, share)
+    assert found.keys() >= answers.keys()
+    for name, answer in answers.items():
+        try:
+            testing.assert_within_budget(found[name], answer)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {error}") from None

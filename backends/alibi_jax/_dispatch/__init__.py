@@ -4,12 +4,10 @@ from alibi_jax._dispatch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
 from alibi_jax._dispatch.choice import Implementation as Implementation
 from alibi_jax._dispatch.choice import checked as checked
 from alibi_jax._dispatch.choice import choose as choose
-from alibi_jax._dispatch.choice import is_by_rows as is_by_rows
 from alibi_jax._dispatch.choice import name_of as name_of
 from alibi_jax._dispatch.choice import refusal as refusal
-from alibi_jax._dispatch.choice import require_dense as require_dense
 from alibi_jax._dispatch.derivatives import dense as dense
-from alibi_jax._dispatch.derivatives import summed_as as summed_as
+from alibi_jax._dispatch.derivatives import differentiable as differentiable
 from alibi_jax._dispatch.primitive import backward as backward
 from alibi_jax._dispatch.primitive import forward as forward
 from alibi_jax._dispatch.sharded import attend as attend

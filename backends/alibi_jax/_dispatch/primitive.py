@@ -15,13 +15,14 @@ import jax.numpy as jnp
 
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands
-from alibi_jax._compatible import Target, new_primitive, shaped_as, varying_alike
+from alibi_jax._compatible import Target, is_zero, new_primitive, shaped_as, varying_alike
 from alibi_jax._dispatch.choice import Implementation, choose
+from alibi_jax._dispatch.derivatives import dense
 from alibi_jax._tpu import TPU
 
 
 def forward(
-    operands: Operands, implementation: Implementation | None, *, with_log_sum_exps: bool
+    implementation: Implementation | None, operands: Operands, with_log_sum_exps: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return attention's result, with the query's shape and dtype, and the log-sum-exps of its rows, or None.
 
@@ -31,17 +32,16 @@ def forward(
     """
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"structure": structure, "implementation": implementation, "with_log_sum_exps": with_log_sum_exps}
-    result, *rest = forward_primitive.bind(*leaves, **parameters)
+    result, *rest = _forward.bind(*leaves, **parameters)
     return result, rest[0] if rest else None
 
 
 def backward(
+    implementation: Implementation | None,
     operands: Operands,
     result: jax.Array,
     log_sum_exps: jax.Array,
     cotangent: jax.Array,
-    implementation: Implementation | None,
-    *,
     slopes_too: bool,
 ) -> list[jax.Array]:
     """Return the gradients of query, key, value and, with ``slopes_too``, of the call's slopes and future slopes.
@@ -52,10 +52,10 @@ def backward(
     """
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"structure": structure, "implementation": implementation, "slopes_too": slopes_too}
-    return backward_primitive.bind(result, log_sum_exps, cotangent, *leaves, **parameters)
+    return _backward.bind(result, log_sum_exps, cotangent, *leaves, **parameters)
 
 
-def unpacked(structure: Any, leaves: Any) -> Operands:
+def _unpacked(structure: Any, leaves: Any) -> Operands:
     """Rebuild operands from their leaves, whose batch may have become longer."""
     operands: Operands = jax.tree.unflatten(structure, leaves)
     return operands.fitted()
@@ -64,8 +64,8 @@ def unpacked(structure: Any, leaves: Any) -> Operands:
 def _run_forward(
     target: Target, *leaves: Any, structure: Any, implementation: Any, with_log_sum_exps: bool
 ) -> list[jax.Array]:
-    operands = unpacked(structure, leaves)
-    chosen = choose(implementation, target, operands)
+    operands = _unpacked(structure, leaves)
+    chosen = choose(implementation, operands.call, target)
     if isinstance(chosen, TPU):
         return _tpu.forward(operands, chosen, with_log_sum_exps=with_log_sum_exps)
     dtype = operands.call.working_dtype if with_log_sum_exps else operands.query.dtype
@@ -76,8 +76,8 @@ def _run_backward(
     target: Target, *leaves: Any, structure: Any, implementation: Any, slopes_too: bool
 ) -> list[jax.Array]:
     result, log_sum_exps, cotangent, *leaves = leaves
-    operands = unpacked(structure, leaves)
-    chosen = choose(implementation, target, operands)
+    operands = _unpacked(structure, leaves)
+    chosen = choose(implementation, operands.call, target)
     if isinstance(chosen, TPU):
         found = _tpu.backward(operands, result, log_sum_exps, cotangent, chosen, slopes_too=slopes_too)
     else:
@@ -98,22 +98,22 @@ def _gradient_dtypes(operands: Operands) -> list[Any]:
 
 
 def _forward_types(*leaves: Any, structure: Any, with_log_sum_exps: bool, **_: Any) -> list[Any]:
-    query, working = leaves[0], unpacked(structure, leaves).call.working_dtype
+    query, working = leaves[0], _unpacked(structure, leaves).call.working_dtype
     if not with_log_sum_exps:
         return [shaped_as(query, query.shape, query.dtype)]
     return [shaped_as(query, shape, working) for shape in (query.shape, query.shape[:3])]
 
 
 def _backward_types(*leaves: Any, structure: Any, slopes_too: bool, **_: Any) -> list[Any]:
-    operands = unpacked(structure, leaves[3:])
+    operands = _unpacked(structure, leaves[3:])
     count = 0 if not slopes_too else 1 if operands.call.future_slopes is None else 2
     shapes = [*(x.shape for x in operands[:3]), *[operands.query.shape[:2]] * count]
     dtypes = _gradient_dtypes(operands)
     return [shaped_as(operands.query, *both) for both in zip(shapes, dtypes, strict=False)]
 
 
-def mapped(
-    primitive: Any, types: Callable[..., list[Any]], whole: int, leaves: Any, axes: Any, **parameters: Any
+def _mapped(
+    primitive: Any, types: Callable[..., list[Any]], leaves: Any, axes: Any, *, whole: int, **parameters: Any
 ) -> Any:
     """Apply a primitive under ``jax.vmap``; return its results with the mapped axis first.
 
@@ -139,7 +139,51 @@ def mapped(
     return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
 
-forward_primitive = new_primitive("alibi_attention", _run_forward, _forward_types)
-backward_primitive = new_primitive("alibi_attention_backward", _run_backward, _backward_types)
-map_forward = partial(mapped, forward_primitive, _forward_types, 3)
-map_backward = partial(mapped, backward_primitive, _backward_types, 6)
+# --- Derivatives of derivatives -------------------------------------------------------------------------------------
+
+
+def _dense_forward(*leaves: Any, structure: Any, with_log_sum_exps: bool, **_: Any) -> list[jax.Array]:
+    operands = _unpacked(structure, leaves)
+    result = dense(operands.call, *operands[:3])
+    # The backward pass treats log-sum-exps as functions of the operands: their own tangent is 0.
+    sums = jnp.zeros(result.shape[:-1], operands.call.working_dtype)
+    return [result.astype(operands.call.working_dtype), sums] if with_log_sum_exps else [result]
+
+
+def _dense_backward(_: Any, __: Any, cotangent: Any, *leaves: Any, structure: Any, slopes_too: bool, **___: Any) -> Any:
+    operands = _unpacked(structure, leaves)
+    count = 3 if not slopes_too else 4 if operands.call.future_slopes is None else 5
+    # Slopes, which the leaves have after query, key and value, have one gradient per batch entry.
+    moving = [*leaves[:3], *(jnp.broadcast_to(x, operands.query.shape[:2]) for x in leaves[3:count])]
+
+    def function(*moving: Any) -> jax.Array:
+        operands = _unpacked(structure, [*moving, *leaves[count:]])
+        return dense(operands.call, *operands[:3])
+
+    return list(jax.vjp(function, *moving)[1](cotangent))
+
+
+def _dense_jvp(
+    function: Callable[..., list[Any]], primitive: Any, primals: Any, tangents: Any, **parameters: Any
+) -> Any:
+    """Compute the primitive, and the tangents of ``function``, its results by dense attention."""
+    operands = _unpacked(parameters["structure"], primals[-parameters["structure"].num_leaves :])
+    if operands.other_keys is not None:
+        raise NotImplementedError("alibi_jax.parallel.attention has first derivatives, in reverse mode, alone")
+    moving = [index for index, tangent in enumerate(tangents) if not is_zero(tangent)]
+
+    def of_moving(*values: Any) -> list[Any]:
+        given = dict(zip(moving, values, strict=True))
+        return function(*(given.get(index, x) for index, x in enumerate(primals)), **parameters)
+
+    found = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    return primitive.bind(*primals, **parameters), found
+
+
+_forward = new_primitive(
+    "alibi_attention", _run_forward, _forward_types, partial(_mapped, whole=3), partial(_dense_jvp, _dense_forward)
+)
+_backward = new_primitive(
+    "alibi_attention_backward",
+    *(_run_backward, _backward_types, partial(_mapped, whole=6), partial(_dense_jvp, _dense_backward)),
+)

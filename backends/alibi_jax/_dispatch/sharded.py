@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch.choice import Implementation
-from alibi_jax._dispatch.primitive import forward
+from alibi_jax._dispatch.derivatives import differentiable
+from alibi_jax._dispatch.primitive import backward, forward
 
 
 def attend(operands: Operands, implementation: Implementation | None) -> jax.Array:
@@ -30,7 +31,7 @@ def attend(operands: Operands, implementation: Implementation | None) -> jax.Arr
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
 
     def call(operands: Operands) -> jax.Array:
-        return forward(varying_alike(operands.fitted()), implementation, with_log_sum_exps=False)[0]
+        return _attend(implementation, varying_alike(operands.fitted()))
 
     if not explicit:
         return call(operands)
@@ -54,3 +55,6 @@ def attend(operands: Operands, implementation: Implementation | None) -> jax.Arr
     return jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(batch, heads), axis_names=names)(
         operands
     )
+
+
+_attend = differentiable(forward, backward)

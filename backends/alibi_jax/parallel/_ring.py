@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from alibi_core.backend.horizon import norm_bounds, score_rounding
 from alibi_core.backend.sharding import HALO_SHARE, Shards, tokens_beyond
 from alibi_jax._call import Operands, OtherKeys
 from alibi_jax._compatible import materialised, varying_alike, varying_over
-from alibi_jax._dispatch import Implementation, backward, forward, summed_as
+from alibi_jax._dispatch import Implementation, backward, differentiable, forward
 
 OWN_SHARE = 0.5  # The share of the kernels' tolerance for the shard's own keys; the rest is for keys of other shards.
 
@@ -97,7 +95,7 @@ class Part(NamedTuple):
 
     def attended(self, ring: Ring) -> Sums:
         """Return attention to this part alone."""
-        result, logs = forward(self.operands, ring.implementation, with_log_sum_exps=True)
+        result, logs = forward(ring.implementation, self.operands, True)
         return Sums(result, jnp.where(self.rows & (logs != jnp.inf), logs, -jnp.inf))
 
     def added(self, ring: Ring, sums: Sums) -> Sums:
@@ -114,106 +112,47 @@ class Part(NamedTuple):
     def gradients(self, ring: Ring, sums: Sums, cotangent: jax.Array, slopes_too: bool) -> list[jax.Array]:
         """Return this part's contribution to the gradients; ``sums`` is the attention to all parts."""
         logs = jnp.where(self.rows & ~jnp.isneginf(sums.log_sum_exps), sums.log_sum_exps, jnp.inf)
-        arguments = sums.result, logs, cotangent, ring.implementation
-        return backward(self.operands, *arguments, slopes_too=slopes_too)
+        return backward(ring.implementation, self.operands, sums.result, logs, cotangent, slopes_too)
 
 
 # --- The passes -----------------------------------------------------------------------------------------------------
 
 
-def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
-    """Return this device's result, ``[batch, num_heads, shard_len, head_dim]``, with the dtype of the query.
+def _forward(ring: Ring, operands: Operands, _: bool) -> tuple[jax.Array, Any]:
+    """Return attention to all keys, its log-sum-exps, and the number of hops for keys before and after: int32 ``[2]``.
 
-    The operands are this device's, and all vary over the same mesh axes.
+    The result is ``[batch, num_heads, shard_len, head_dim]``, in the working dtype; zeros for padding.
     """
-    call = operands.call
-    differentiable = *operands[:3], call.slopes, call.future_slopes
-    others = operands._replace(query=None, key=None, value=None, call=replace(call, slopes=None, future_slopes=None))
-    return _differentiated(ring, differentiable, others)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiated(ring: Ring, differentiable: Any, others: Operands) -> jax.Array:
-    return _result(ring, differentiable, _attended_to_all(ring, _local_operands(ring, differentiable, others))[0])
-
-
-def _result(ring: Ring, differentiable: Any, sums: Sums) -> jax.Array:
-    result = sums.result
-    if ring.shards.has_padding:
-        result = jnp.where(ring.is_token()[:, None], result, 0)
-    return result.astype(differentiable[0].dtype)
-
-
-def _forward(ring: Ring, differentiable: Any, others: Any) -> tuple[jax.Array, Any]:
-    # None or True, not False: the pytree structure of the residuals must say statically whether slopes have gradients.
-    slopes_too = any(x is not None and x.perturbed for x in differentiable[3:]) or None
-    differentiable, others = jax.tree.map(
-        lambda x: x.value, (differentiable, others), is_leaf=lambda x: hasattr(x, "perturbed")
-    )
-    sums, hops = _attended_to_all(ring, _local_operands(ring, differentiable, others))
-    # The residual is the result before it is rounded: see alibi_jax._dispatch.derivatives.
-    return _result(ring, differentiable, sums), (differentiable, others, sums, hops, slopes_too)
-
-
-def _backward(ring: Ring, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-    differentiable, others, sums, hops, slopes_too = residuals
-    if isinstance(cotangent, SymbolicZero):
-        return None, None
-    dtype = differentiable[0].dtype
-    local = _local_operands(ring, differentiable, others)
-    tensors, slopes = _gradients(ring, local, sums, cotangent.astype(dtype), hops, slopes_too is not None)
-    given = [x for x in differentiable[3:] if x is not None]
-    # JAX requires gradients of slopes even if they were not requested: return zeros.
-    found = (
-        [summed_as(*pair) for pair in zip(slopes, given, strict=True)] if slopes else list(map(jnp.zeros_like, given))
-    )
-    return (*(x.astype(dtype) for x in tensors), *found, *[None] * (2 - len(given))), None
-
-
-_differentiated.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-def _local_operands(ring: Ring, differentiable: Any, others: Operands) -> Operands:
-    """Return the operands of this shard, with padding replaced by zeros and masked."""
-    *tensors, slopes, future_slopes = differentiable
-    call = replace(others.call, slopes=slopes, future_slopes=future_slopes)
-    if ring.shards.has_padding:
-        tokens = ring.is_token()
-        tensors = [jnp.where(tokens[:, None], x, 0).astype(x.dtype) for x in tensors]
-        # Padding is at the end, so causal attention needs no mask for it.
-        call = replace(call, mask=None if call.is_causal else tokens[None, None, None])
-    return Operands(*tensors, call)
-
-
-def _attended_to_all(ring: Ring, local: Operands) -> tuple[Sums, jax.Array]:
-    """Return attention to all keys, and the number of hops for keys before and after: int32 ``[2]``."""
+    local = _without_padding(ring, operands)
     sums, hops = Part.own(ring, local).attended(ring), jnp.zeros(2, jnp.int32)
-    if ring.shards.num_shards == 1:
-        return sums, hops
-    measured = Measured.of(ring, local)
-    lower = measured.lower(sums.log_sum_exps)
-    hops = _hops_needed(ring, local, lower, measured)
-    for sign, count in _directions(local, hops):
+    if ring.shards.num_shards > 1:
+        measured = Measured.of(ring, local)
+        lower = measured.lower(sums.log_sum_exps)
+        hops = _hops_needed(ring, local, lower, measured)
+        for sign, count in _directions(local, hops):
 
-        def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
-            visitors, sums = state
-            visitors = ring.passed_on(visitors, sign)
-            return visitors, Part.visiting(ring, local, visitors, hop + 1, sign, lower).added(ring, sums)
+            def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
+                visitors, sums = state
+                visitors = ring.passed_on(visitors, sign)
+                return visitors, Part.visiting(ring, local, visitors, hop + 1, sign, lower).added(ring, sums)
 
-        # The loop state must vary over the same mesh axes as the values computed in the loop.
-        state = varying_alike((_visitors(local), sums, local))[:2]
-        with jax.named_scope("alibi_ring"):
-            sums = lax.fori_loop(0, count, step, state)[1]
-    return sums, hops
+            # The loop state must vary over the same mesh axes as the values computed in the loop.
+            state = varying_alike((_visitors(local), sums, local))[:2]
+            with jax.named_scope("alibi_ring"):
+                sums = lax.fori_loop(0, count, step, state)[1]
+    result = jnp.where(ring.is_token()[:, None], sums.result, 0) if ring.shards.has_padding else sums.result
+    return result, (sums.log_sum_exps, hops)
 
 
-def _gradients(
-    ring: Ring, local: Operands, sums: Sums, cotangent: jax.Array, hops: jax.Array, slopes_too: bool
-) -> tuple[list[jax.Array], list[jax.Array]]:
+def _backward(
+    ring: Ring, operands: Operands, result: jax.Array, residuals: Any, cotangent: jax.Array, slopes_too: bool
+) -> list[jax.Array]:
     """Return the gradients of query, key and value, in the working dtype, and if requested of each entry's slopes."""
+    local, (log_sum_exps, hops) = _without_padding(ring, operands), residuals
+    sums = Sums(result, log_sum_exps)
     of_query, of_key, of_value, *of_slopes = Part.own(ring, local).gradients(ring, sums, cotangent, slopes_too)
     if ring.shards.num_shards == 1:
-        return [of_query, of_key, of_value], of_slopes
+        return [of_query, of_key, of_value, *of_slopes]
     lower = Measured.of(ring, local).lower(sums.log_sum_exps)
     for sign, count in _directions(local, hops):
 
@@ -236,7 +175,17 @@ def _gradients(
         with jax.named_scope("alibi_ring_back"):
             of_visitors = lax.fori_loop(0, count, home, of_visitors)
         of_key, of_value = of_key + of_visitors[0], of_value + of_visitors[1]
-    return [of_query, of_key, of_value], of_slopes
+    return [of_query, of_key, of_value, *of_slopes]
+
+
+def _without_padding(ring: Ring, operands: Operands) -> Operands:
+    """Return the operands of this shard, with padding replaced by zeros and masked."""
+    if not ring.shards.has_padding:
+        return operands
+    tokens, call = ring.is_token(), operands.call
+    tensors = (jnp.where(tokens[:, None], x, 0).astype(x.dtype) for x in operands[:3])
+    # Padding is at the end, so causal attention needs no mask for it.
+    return Operands(*tensors, replace(call, mask=None if call.is_causal else tokens[None, None, None]))
 
 
 def _directions(local: Operands, hops: jax.Array) -> list[tuple[int, jax.Array]]:
@@ -303,3 +252,7 @@ def _hops_needed(ring: Ring, local: Operands, lower: jax.Array, measured: Measur
     # From tokens to shards, rounded up; all devices take the largest number.
     hops = -(-jnp.stack(needs) // size)
     return lax.pmax(varying_over(hops, ring.all_axes), ring.all_axes)
+
+
+# Takes the ring and this device's operands, which all vary over the same mesh axes.
+ring_attention = differentiable(_forward, _backward)

@@ -67,8 +67,7 @@ class AlibiLanguageModel(SavesLayers, models.BaseLanguageModel):
             ``[batch, length, vocab_size]``.
 
         Raises:
-            ValueError: If both ``caches`` and ``cache`` are given, or an argument of :class:`AlibiTransformer` is
-                wrong.
+            ValueError: If both ``caches`` and ``cache`` are given.
         """
         if cache is not None and caches is not None:
             raise ValueError("cache must be None where caches are given: both mean one cache a block")
@@ -94,6 +93,6 @@ class AlibiLanguageModel(SavesLayers, models.BaseLanguageModel):
         if rules.temperature == 0:
             chosen = logits.argmax(axis=-1)
         else:
-            chosen = mx.random.categorical(rules.filter_logits(logits), axis=-1, key=key)
+            chosen = mx.random.categorical(rules.scaled_logits(logits), axis=-1, key=key)
         mx.async_eval(chosen)  # compute it while Python builds the next step
         return chosen

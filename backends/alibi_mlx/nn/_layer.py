@@ -113,20 +113,6 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
             return super()._attend_to(cache, query, key, value, rules, counts)
         if counts:
             raise ValueError(f"lengths must be None but with the caches of make_cache, got a {type(cache).__name__}")
-        return self._attend_to_foreign(cache, query, key, value, rules), None
-
-    def make_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
-        """Return an empty cache.
-
-        Args:
-            batch_size: Number of sequences. Default: that of the first keys.
-            max_length: Capacity, in tokens. Default: unlimited.
-        """
-        return KVCache(batch_size=batch_size, max_length=max_length)
-
-    def _attend_to_foreign(
-        self, cache: Any, query: mx.array, key: mx.array, value: mx.array, rules: dict[str, Any]
-    ) -> mx.array:
         if not hasattr(cache, "update_and_fetch") or not hasattr(cache, "offset"):
             raise TypeError(f"cache must have offset and update_and_fetch, as KVCache has, got {type(cache).__name__}")
         held, padding = cache.offset, padding_of(cache)
@@ -146,7 +132,7 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
                     scores = {"num_heads": num_heads, "q_len": q_len, "kv_len": key.shape[-2]}
                     sees = sees & boolean_mask(namespace_of(query), rules["mask"], {"batch": batch}, scores)
                 rules["mask"] = sees
-            return attention(query, key, value, self.slopes, **rules)
+            return attention(query, key, value, self.slopes, **rules), None
         except Exception:
             # Remove the appended tokens, so that a failed call leaves the cache unchanged.
             if padding is None:
@@ -154,6 +140,15 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
             else:
                 cache.trim(query.shape[2])
             raise
+
+    def make_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
+        """Return an empty cache.
+
+        Args:
+            batch_size: Number of sequences. Default: that of the first keys.
+            max_length: Capacity, in tokens. Default: unlimited.
+        """
+        return KVCache(batch_size=batch_size, max_length=max_length)
 
     def __setitem__(self, name: str, value: Any) -> None:
         # Casts of a module assign new parameters here. Slopes in low precision would be wrong by a percent, and too

@@ -36,15 +36,10 @@ from alibi_core.backend.horizon import (
 )
 
 SHORT = 2048  # Up to this many keys, only the largest norm of each head is measured; beyond, the norms of each block.
-BLOCK_ROWS = 192  # Queries per block of a short causal call: more compute more masked scores, fewer more kernel calls.
 LEAST_MEASURED = 256  # Below this many keys nothing is measured: biases rarely fall far enough for denormal weights.
 LONG = 2**21  # Below this many elements in all keys, one query reads all of them without using norms.
 LEAST_SPLIT = 128  # Below this many tokens per row, a dense mask is faster than one kernel call per sequence.
 LEAST_MEAN_LENGTH = 16  # Below this mean length of packed sequences (tokens), a dense mask is faster too.
-
-
-def _fast_norm_bounds(vectors: Tensor) -> Tensor:
-    return norm_bounds(vectors, vectors.dtype)
 
 
 DEFAULT = Tiling(
@@ -52,7 +47,7 @@ DEFAULT = Tiling(
     kv_block=128,
     part_elements=2**18,
     worthwhile=20,
-    norm_bounds=_fast_norm_bounds,
+    norm_bounds=lambda vectors: norm_bounds(vectors, vectors.dtype),
     few=16,
     rows=(64, 256),
     bias_elements=2**22,
@@ -69,10 +64,7 @@ def tiling() -> Tiling:
 def norm_bounds(vectors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return upper bounds of the norms of ``[..., head_dim]``, rounding errors included, as float32 or float64.
 
-    Args:
-        vectors: Keys or queries.
-        dtype: The dtype of the sums of squares. Default: at least float32. The vectors' own dtype, if it is a low
-            precision, is far faster.
+    ``dtype`` is that of the sums of squares. Default: at least float32. The vectors' own low precision is far faster.
     """
     statistics = torch.promote_types(vectors.dtype, torch.float32)
     dtype = statistics if dtype is None else dtype
@@ -99,15 +91,11 @@ class Part:
 
     def of_queries(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return views of ``[batch, num_heads, q_len, ...]``, sliced to this part."""
-        if not self.is_cut:
-            return tensors
-        return [x[self.batch, :, self.queries] for x in tensors]
+        return [x[self.batch, :, self.queries] for x in tensors] if self.is_cut else tensors
 
     def of_keys(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return views of ``[batch, num_kv_heads, kv_len, head_dim]``, sliced to this part."""
-        if not self.is_cut:
-            return tensors
-        return [x[self.batch, :, self.keys] for x in tensors]
+        return [x[self.batch, :, self.keys] for x in tensors] if self.is_cut else tensors
 
 
 def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
@@ -259,9 +247,7 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
 def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:
     """Yield blocks of queries for all batch entries, split into runs of heads with the keys within their horizons."""
     is_view = call.mask is None and call.q_segment_ids is None  # the bias is a view, so its size sets no limit
-    largest = min(BLOCK_ROWS, sizes.rows[1]) if call.is_causal else sizes.rows[1]
-    rows = sizes.rows[0], largest
-    for job in plain_jobs(call, replace(sizes, rows=rows, bias_elements=2**62 if is_view else sizes.bias_elements)):
+    for job in plain_jobs(call, replace(sizes, bias_elements=2**62 if is_view else sizes.bias_elements)):
         if limits is None or not call.sees_own_key:  # without the own key, limits do not apply
             yield job
             continue

@@ -23,6 +23,8 @@ from alibi_core.backend.horizon import KeyNorms
 from alibi_mlx import _attention
 from alibi_mlx._plan import norm_bounds
 
+__all__ = ["KVCache"]
+
 STEP = 256  # The cache grows by this many tokens at a time, so that it is not copied for each token.
 BLOCK = 128  # The cache stores one upper bound of norms for each block of this many keys.
 
@@ -214,9 +216,7 @@ class KVCache:
     def state(self) -> tuple[Any, ...]:
         """Keys and values in use, and ``offset``; ``()`` while the cache is empty. Assign it to restore a cache.
 
-        If the lengths of rows differ, ``lengths`` come fourth.
-
-        The assigned state may also come from mlx-lm's ``KVCache``, or be keys and values alone.
+        If the lengths of rows differ, ``lengths`` come fourth. A state may also come from mlx-lm's ``KVCache``.
         """
         if self.keys is None:
             return ()
@@ -230,13 +230,6 @@ class KVCache:
             keys, values, *offset = state
             keys, values = (x[..., : int(offset[0]), :] if offset else x for x in (keys, values))
             self.append(keys, values, lengths=offset[1] if len(offset) > 1 else None)
-
-    @classmethod
-    def from_state(cls, state: tuple[Any, ...]) -> KVCache:
-        """Return a cache without limits, restored from a :attr:`state`."""
-        cache = cls()
-        cache.state = state
-        return cache
 
     @property
     def nbytes(self) -> int:

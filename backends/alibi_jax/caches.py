@@ -1,4 +1,4 @@
-"""A key/value cache for decoding."""
+"""A key/value cache for decoding: an immutable pytree, which a longer cache replaces."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from alibi_jax._call import as_slopes, floating_dtype
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, checked
 from alibi_jax._plan import NORM_BLOCK
+
+__all__ = ["KVCache"]
 
 
 class KVCache(NamedTuple):
