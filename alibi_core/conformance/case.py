@@ -90,7 +90,7 @@ class Case:
     scaling: float | None = None  # the scale; None for the default
     cotangent: str = "random"  # or another name in COTANGENTS
     wrt: tuple[str, ...] | None = None  # names of the gradients to compute; None for all
-    points: tuple[str, str, str] | None = None  # one of POINTS, a distance, and a law
+    points: tuple[str, str, str] | None = None  # one of POINTS, or "indices"; a distance, and a law
 
     def __str__(self) -> str:
         size, (q_len, kv_len) = self.sizes, self.sizes.lengths
@@ -164,6 +164,8 @@ class Case:
         """The features that an attention must offer to compute the case, all but ``"nowhere"``."""
         call = Computation((), {}, *(self.arrays[name] for name in (*TENSORS, "slopes")), **self.arguments)
         found = call.conditions & FEATURES.keys()
+        if self.points is not None:  # positions, or a law alone
+            found |= {"points"}
         if np.ndim(self.arguments.get("q_offset", 0)):
             found |= {"offset", "batch_offsets"}
         elif abs(int(call.q_offset.max(initial=0))) >= FAR:
@@ -193,7 +195,8 @@ class Case:
             arguments["scale"] = self.scaling
         if self.points is not None:
             kind, arguments["distance"], arguments["law"] = self.points
-            arguments["positions"] = tuple(POINTS[kind](rng, (batch, n)) for n in (q_len, kv_len))
+            if kind != "indices":
+                arguments["positions"] = tuple(POINTS[kind](rng, (batch, n)) for n in (q_len, kv_len))
         if self.packing is not None:
             # Sorted ids make contiguous segments.
             ids = np.sort(rng.integers(0, 3, size=(batch, q_len + kv_len)), axis=-1).astype(np.int32)

@@ -77,6 +77,8 @@ ATTENTION: tuple[tuple[str, str, Case, tuple[float, ...] | None], ...] = (
     ("long_window", "a row of 260 keys, of which 64", Case(Sizes(1, 2, 1, (4, 260), 4), window_size=64), ()),
     ("positions", "whole positions on a line, some of them shared",
      Case(FEWER, points=("line", "manhattan", "linear")), ()),
+    ("law", "a law that is not linear, without positions",
+     Case(FEWER, "asymmetric", points=("indices", "manhattan", "log"), seed=1), None),
     ("times", "times, and a law that is not linear", Case(SQUARE, points=("times", "manhattan", "sqrt")), ()),
     ("times_asymmetric", "slopes of their own for keys at later times",
      Case(SQUARE, "asymmetric", points=("times", "manhattan", "log"), seed=1), None),

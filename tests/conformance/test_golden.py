@@ -67,6 +67,7 @@ def computed(case: dict[str, Any], tensors: dict[str, np.ndarray], adapter: Any)
         arguments["segment_ids"] = inputs["q_segment_ids"], inputs["kv_segment_ids"]
     if "q_positions" in inputs:
         arguments |= {"positions": (inputs["q_positions"], inputs["kv_positions"])}
+    if "points" in case["features"]:
         arguments |= {"distance": known["distance"], "law": known["law"]}
     grad_output = inputs["grad_output"].astype(own)
     found = adapter.attention_grad(*qkv, inputs["slopes"], grad_output=grad_output, **arguments)
