@@ -383,10 +383,13 @@ class AttentionCall:
             return bias, terms.attends
         return self.xp.where(terms.attends, bias, 0.0), terms.attends
 
-    def bias_terms(self) -> BiasTerms:
-        """Return what :meth:`bias` computes before slopes; heads share it, unless their masks differ."""
+    def bias_terms(self, relative: Any | None = None) -> BiasTerms:
+        """Return what :meth:`bias` computes before slopes; heads share it, unless their masks differ.
+
+        ``relative``, ``[..., q_len, kv_len]``: relative positions of points. Default: computed here.
+        """
         xp = self.xp
-        relative, nearest = self._relative()
+        relative, nearest = self._relative(relative)
         visible, attends = self.visible(relative), None
         if visible is not None and not self.every_query_attends:
             # [..., q_len, 1]: False for fully masked rows
@@ -424,7 +427,7 @@ class AttentionCall:
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible)[..., 0, :]
 
-    def _relative(self) -> tuple[Any, Any]:
+    def _relative(self, relative: Any | None) -> tuple[Any, Any]:
         """Return relative positions, and a lower bound of each query's distances, ``[..., q_len, 1]``, or None."""
         xp = self.xp
         if self.q_points is None:
@@ -432,8 +435,9 @@ class AttentionCall:
             relative = relative_positions(xp, q_positions, kv_positions)
             nearest = self.distance_to_keys(q_positions)[..., :, None]
         else:
-            points = self.q_points, self.kv_points
-            relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
+            if relative is None:
+                points = self.q_points, self.kv_points
+                relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
             if self.is_empty:
                 nearest = xp.zeros_like(relative[..., :1])
             elif self.sees_own_key or self.future_slopes is not None:

@@ -1,7 +1,7 @@
 """The laws of ALiBi: each is a family of cases, the smallest first, in which results must be exact to rounding.
 
-The law ``combined`` would find most mistakes. Laws of single features exist so that a report says which feature is
-wrong, with a counterexample that uses no other feature.
+Cases that need a feature which the adapter lacks are passed over. The law ``combined`` would find most mistakes. Laws
+of single features exist so that a report says which feature is wrong, with a counterexample that uses no other feature.
 """
 
 from __future__ import annotations

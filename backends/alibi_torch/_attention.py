@@ -14,8 +14,8 @@ from torch import Tensor
 from alibi_core import slopes as canonical
 from alibi_core.backend import AttentionCall, checks, dense_attention
 from alibi_core.backend.checks import explains_keywords, host_values, non_negative_number, one_of
+from alibi_core.backend.horizon import KeyNorms
 from alibi_torch import _cpu, _rows
-from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast
 from alibi_torch._internals import is_watched
 from alibi_torch._rows import sdpa
@@ -56,43 +56,24 @@ def attention(
     Keys are skipped if the norms of queries and keys prove that their weights sum to at most ``tolerance``. The longer
     a sequence is, compared with the heads' horizons, the larger the share of skipped keys.
 
-    Args:
-        query: ``[batch, num_heads, q_len, head_dim]``, floating. Any number of batch axes, none included.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``; ``num_kv_heads`` divides ``num_heads``, and query head ``h``
-            reads key/value head ``h // (num_heads // num_kv_heads)``.
-        value: A tensor with the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; a NumPy array is accepted too. An int stands
-            for that many canonical slopes. Default: the canonical slopes.
-        is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query. Default ``slopes`` (symmetric).
-        q_offset: Position of the first query, in tokens; an int or a ``[batch]`` integer tensor. Default
-            ``kv_len - q_len``.
-        segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
-        window_size: Mask keys farther away than this many tokens: with 4, a query sees 5 keys, including its own.
-        mask: Booleans or integers 0 and 1, True where a query sees a key: ``[batch, kv_len]`` for padding, or with axes
-            that broadcast to ``[batch, num_heads, q_len, kv_len]``. See :func:`alibi_core.attention`.
-        positions: The caller's own positions, in place of ``q_offset`` and ``window_size``: ``[batch, length]`` on a
-            line or ``[batch, length, dims]`` in space, integer or floating, NaN for a token without a position; one
-            tensor for queries and keys, or a pair. They have no gradients.
-        distance: The metric between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``.
-        law: The penalty as a function of the distance d: ``"linear"``, d; ``"log"``, ``log(1 + d)``; ``"sqrt"``.
-        scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        tolerance: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
-            max|value|``. Default: the rounding error of the dtype. 0 computes every score.
-        max_key_norm: An upper bound of the norms of all keys, which is trusted: a number, or a ``[batch,
-            num_kv_heads]`` tensor. With it the call need not read all keys to measure them, which can take longer than
-            it saves when there are few queries.
-        added_bias: Floating numbers, with the axes of ``mask``, that are added to the scaled scores beside ALiBi's
-            bias; -inf hides a key. Only ``"dense"`` supports this argument and the next two; it is then the default.
-        dropout: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in every
-            call, so pass 0 outside of training. Random numbers come from PyTorch's global generator.
-        return_weights: Return a pair: the result, and the applied weights, ``[batch, num_heads, q_len, kv_len]``.
-        allow_negative_slopes: Accept negative slopes, which reward distance.
-        implementation: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
-            (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (all scores in memory, for
-            comparison). A named implementation runs, or the call raises. Default: see :func:`explain`.
-        kernel_options: With ``implementation="flex"``, FlexAttention's argument of that name, such as ``{"BACKEND":
-            "FLASH"}`` for FlashAttention 4 (never run).
+    Arguments that are not listed are those of :func:`alibi_core.attention`. ``positions`` have no gradients.
+
+    - ``query``, ``key``, ``value``: ``[batch, heads, length, head_dim]``, with any number of batch axes, none included;
+      ``slopes`` and ``q_offset`` may have them too.
+    - ``slopes``: ``[num_heads]`` or ``[batch, num_heads]``; an int stands for that many canonical slopes.
+    - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
+      max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+    - ``max_key_norm``: An upper bound of the norms of all keys, which is trusted: a number, or a ``[batch,
+      num_kv_heads]`` tensor. With it the call need not read all keys to measure them, which can take longer than it
+      saves when there are few queries.
+    - ``dropout``: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in
+      every call, so pass 0 outside of training. Random numbers come from PyTorch's global generator. Only ``"dense"``
+      supports dropout, ``added_bias`` and ``return_weights``; it is then the default.
+    - ``implementation``: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
+      (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (all scores in memory, for
+      comparison). A named implementation runs, or the call raises. Default: see :func:`explain`.
+    - ``kernel_options``: With ``implementation="flex"``, FlexAttention's argument of that name, such as ``{"BACKEND":
+      "FLASH"}`` for FlashAttention 4 (never run).
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, with the dtype and device of ``query``; with ``return_weights``, the

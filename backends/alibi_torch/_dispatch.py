@@ -16,11 +16,7 @@ IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a
 
 
 def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None) -> str:
-    """Return the name of the implementation to run: ``implementation``, or by default the first that can run the call.
-
-    Raises:
-        NotImplementedError: If ``implementation`` cannot run the call.
-    """
+    """Return ``implementation``, or raise if it cannot run the call; by default, the first that can."""
     if implementation is None:
         return next(name for name in IMPLEMENTATIONS if refusal(name, call, query, key, value) is None)
     reason = refusal(implementation, call, query, key, value)
@@ -39,18 +35,13 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return "has no derivatives in forward mode"
     if name == "tiled" and device not in ("cpu", "meta") and call.is_toeplitz:
         return f"runs on the CPU alone, got {device}"
-    if name == "flex":
-        return _refusal_of_flex(call, query, key, value)
-    return None
-
-
-def _refusal_of_flex(call: AttentionCall, *tensors: Tensor) -> str | None:
-    device = tensors[0].device.type
+    if name != "flex":
+        return None
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, got {device}"
     if call.dtype == torch.float64:
         return "must be given float32, float16 or bfloat16, got torch.float64"
-    if device == "cpu" and needs_gradients(*tensors, call.slopes, call.future_slopes):
+    if device == "cpu" and needs_gradients(query, key, value, call.slopes, call.future_slopes):
         return "has no gradients on a CPU"
     if not torch.compiler.is_compiling() and in_transform():
         return "cannot be mapped or differentiated by torch.func"

@@ -27,13 +27,7 @@ def explain(
 
     Norms of queries and keys are measured on the host, even where the call would skip that. No attention is computed.
 
-    Args:
-        query: As in :func:`alibi_torch.attention`: ``[batch, num_heads, q_len, head_dim]``.
-        key: As in :func:`alibi_torch.attention`: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        value: As in :func:`alibi_torch.attention`: a tensor with the shape of ``key``.
-        slopes: As in :func:`alibi_torch.attention`: the slopes of the heads, or their number.
-        implementation: As in :func:`alibi_torch.attention`: the name of an implementation, or None.
-        **arguments: The other keyword arguments of :func:`alibi_torch.attention`.
+    The arguments are those of :func:`alibi_torch.attention`.
 
     Returns:
         The explanation, its arrays in NumPy.

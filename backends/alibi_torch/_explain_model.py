@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +104,7 @@ def explain_model(model: nn.Module, tokens: Tensor) -> ModelExplanation:
     layers = [module for module in model.modules() if isinstance(module, AlibiAttention)]
     if not layers:
         raise ValueError(f"model must have AlibiAttention layers, got a {type(model).__name__} without any")
-    found: list[tuple[np.ndarray, ...]] = []
-    with evaluating(model), _weights_seen(layers, found):
-        model(tokens)
-    return ModelExplanation(*(np.stack(x) for x in zip(*found, strict=True)))
-
-
-@contextmanager
-def _weights_seen(layers: list[AlibiAttention], found: list[tuple[np.ndarray, ...]]) -> Iterator[None]:
-    """Append the statistics of each layer that is called, three ``[heads]`` arrays, to ``found``."""
+    found: list[tuple[np.ndarray, ...]] = []  # by layer, three arrays [heads]
 
     def look(layer: AlibiAttention, inputs: tuple[Tensor], options: dict[str, Any]) -> None:
         rules = {name: options.get(name) for name in ("mask", "segment_ids")}
@@ -123,12 +114,11 @@ def _weights_seen(layers: list[AlibiAttention], found: list[tuple[np.ndarray, ..
         _, weights = attention(query, key, value, slopes, return_weights=True, window_size=layer.window_size, **rules)
         found.append(_summary(weights))
 
-    hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(look, with_kwargs=True))
+        model(tokens)
+    return ModelExplanation(*(np.stack(x) for x in zip(*found, strict=True)))
 
 
 def _summary(weights: Tensor) -> tuple[np.ndarray, ...]:

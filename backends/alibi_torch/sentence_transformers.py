@@ -90,7 +90,8 @@ class AlibiEmbedding(InputModule):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if (folder / OWN_CONFIG).exists():
             saved = _read(folder / OWN_CONFIG)
-            encoder = AlibiEncoder(_config(saved.pop("config")), saved.pop("vocab_size"))
+            fields = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.pop("config").items()}
+            encoder = AlibiEncoder(AlibiConfig(**fields), saved.pop("vocab_size"))
             encoder.load_state_dict(load_file(folder / WEIGHTS))
             return cls(encoder if dtype is None else encoder.to(dtype), tokenizer, **saved | options).eval()
         encoder = load_checkpoint(folder, dtype=dtype)
@@ -154,10 +155,6 @@ def _pooling(config: dict[str, Any]) -> str:
     chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     mode = config.get("pooling_mode") or "+".join(names.get(name, name) for name in chosen) or "mean"
     return one_of("pooling mode", mode, POOLING)
-
-
-def _config(fields: dict[str, Any]) -> AlibiConfig:
-    return AlibiConfig(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
 
 
 def _read(path: Path) -> Any:

@@ -48,6 +48,7 @@ def between_points(case: Case, dims: int, kind: str, distance: str, law: str) ->
         places.append(rng.normal(0, 9, shape).astype(np.float32))
         if kind == "without a place":
             places[-1][:, :: max(2, length // 2)] = np.nan
+            places[-1].reshape(case.sizes.batch, length, -1)[:, -1, -1] = np.nan  # one coordinate is enough
     rules = {"positions": tuple(places), "distance": distance, "law": law}
     return case.with_arguments(case.form, case.arguments | rules)
 

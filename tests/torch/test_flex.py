@@ -30,6 +30,7 @@ SLOPES = torch.tensor([1.0, 0.25, 0.0, 2.0**-8])
 FUTURE = torch.tensor([0.5, 0.0, 0.125, 1.0])
 PLACES = torch.randn(320, 2, generator=torch.Generator().manual_seed(0)) * 9
 PLACES[3] = torch.nan  # a token without a position
+PLACES[9, 1] = torch.nan  # and one that lacks a coordinate
 
 # Names, lengths (queries, keys) and arguments; tensors are made where they are used.
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -81,10 +82,11 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "law far away": ((140, 300), {"law": "sqrt", "q_offset": 1000, "is_causal": False}),
     "asymmetric law": ((140, 300), {"law": "log", "is_causal": False, "future_slopes": FUTURE, "window_size": 100}),
     "points": ((257, 257), {"positions": PLACES[:257], "distance": "euclidean", "is_causal": False}),
+    "points on squares": ((100, 100), {"positions": PLACES[:100], "distance": "chebyshev", "is_causal": False}),
     "points by batch": (
         (140, 300),
         {
-            "positions": ((PLACES[4:284] * 5).int().reshape(2, 140, 2), (PLACES[20:] * 5).int()),
+            "positions": ((PLACES[10:290] * 5).int().reshape(2, 140, 2), (PLACES[20:] * 5).int()),
             "distance": "chebyshev",
             "law": "sqrt",
             "is_causal": False,

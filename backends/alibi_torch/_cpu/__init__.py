@@ -3,9 +3,7 @@
 Input: a call and its tensors. Output: results and gradients, with as few kernel calls as the horizons allow.
 """
 
-from alibi_core.backend.horizon import KeyNorms as KeyNorms
 from alibi_torch._cpu.op import attention as attention
-from alibi_torch._cpu.op import plan_of as plan_of
 from alibi_torch._cpu.plan import norm_bounds as norm_bounds
 from alibi_torch._cpu.plan import tiling as tiling
 from alibi_torch._cpu.plan import uses_norms as uses_norms

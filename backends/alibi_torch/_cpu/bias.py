@@ -25,6 +25,12 @@ class Bias(NamedTuple):
         """Return ``[batch, heads, rows, ...]``, its rows flipped if the bias is reversed; applied twice, it undoes."""
         return tensor.flip(2) if self.is_reversed else tensor
 
+    def without_blind(self, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both, in the order of queries, with 0 and inf for queries that see no key."""
+        if self.attends is None:
+            return result, logsumexp
+        return torch.where(self.attends, result, 0.0), torch.where(self.attends[..., 0], logsumexp, math.inf)
+
 
 @dataclass(frozen=True)
 class DistanceRow:

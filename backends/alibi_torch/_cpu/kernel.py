@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,44 +74,33 @@ def _attend(
     keys, values = _keys_of(call, job, dtype, key, value)
     out, lse = fused_forward(bias.in_order(query.to(dtype)), keys, values, bias.values, call.scale)
     # out: [entries or tiles, heads, rows, head_dim]; lse: [entries or tiles, heads, rows]
-    out, lse = bias.in_order(out), bias.in_order(lse)
-    if bias.attends is not None:
-        out = torch.where(bias.attends, out, 0.0)
-        lse = torch.where(bias.attends[..., 0], lse, math.inf)
-    return out, lse
+    return bias.without_blind(bias.in_order(out), bias.in_order(lse))
 
 
-class Saved(NamedTuple):
-    """The tensors that the backward pass reads, ``[batch, heads, length, head_dim]``."""
+def backward(
+    call: AttentionCall,
+    saved: Sequence[Tensor],
+    jobs: Sequence[Job],
+    row: DistanceRow,
+    totals: Sequence[Tensor],
+    by_slopes: Tensor | None,
+) -> None:
+    """Add the gradients of ``sum(result * grad)`` with respect to query, key and value to ``totals``, and of slopes.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    grad: Tensor  # with respect to the result
-    result: Tensor
-    logsumexp: Tensor  # [batch, num_heads, q_len]
-
-
-class Totals(NamedTuple):
-    """The gradients, accumulated in place."""
-
-    query: Tensor  # [batch, num_heads, q_len, head_dim]
-    key: Tensor  # [batch, num_kv_heads, kv_len, head_dim], working dtype: summed over rectangles, rounded at the end
-    value: Tensor  # as key
-    slopes: Tensor | None  # [2, batch, num_heads], float64, for keys before and after the query; None if not needed
-
-
-def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], row: DistanceRow, totals: Totals) -> None:
-    """Add the gradients of ``sum(result * grad)`` with respect to query, key, value and slopes to ``totals``."""
+    ``saved`` are query, key, value, grad and result, ``[batch, heads, length, head_dim]``, and the log-sum-exp.
+    Gradients of key and value are in the working dtype: summed over rectangles, rounded at the end. ``by_slopes``,
+    ``[2, batch, num_heads]`` float64, is for keys before and after the query; None if not needed.
+    """
     query, key, value, grad, result, logsumexp = saved
-    dtype, head_dim = call.working_dtype, totals.query.shape[-1]
+    total_query, total_key, total_value = totals
+    dtype, head_dim = call.working_dtype, total_query.shape[-1]
     centre, shift = _common_part(call, query, key)
     # inf marks queries without keys, whose gradients are 0.
     is_small = (logsumexp.abs() <= LARGE_SCORES[dtype]) | (logsumexp == math.inf)
     if shift is not None:
         is_small &= shift.abs() <= LARGE_SCORES[dtype]
     are_small = bool(is_small.all())
-    sides = [] if totals.slopes is None else row.sides()
+    sides = [] if by_slopes is None else row.sides()
     for job in jobs:
         bias, biases = row.bias_of(job), [(side.bias_of(job), sign) for side, sign in sides]
         for part in _parts(job, 2 * job.kv_len * call.head_dim):
@@ -126,18 +114,18 @@ def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], row: Distan
             tile = Tile(*of_queries, lse, keys, values, bias, call.scale)
             # The fused kernel derives weights from the log-sum-exp, which is too coarse for large scores.
             has_large_scores = not (are_small or _queries_of(is_small, part).all())
-            if totals.slopes is not None:
+            if by_slopes is not None:
                 # The bias is -slope * distance, hence the minus sign.
                 found, by_distance = _with_slopes(call, part, tile, biases, has_large_scores)
-                totals.slopes[:, part.batch, part.heads] -= torch.stack(by_distance)
+                by_slopes[:, part.batch, part.heads] -= torch.stack(by_distance)
             elif has_large_scores:
                 found = tile.from_scores(*tile.score_gradients())
             else:
                 found = tile.gradients()
             by_query, by_key, by_value = (x[..., :head_dim] for x in found)  # without the features of a key bias
-            _queries_of(totals.query, part).copy_(by_query)
-            _add_to_keys(totals.key, part, by_key, call)
-            _add_to_keys(totals.value, part, by_value, call)
+            _queries_of(total_query, part).copy_(by_query)
+            _add_to_keys(total_key, part, by_key, call)
+            _add_to_keys(total_value, part, by_value, call)
 
 
 def _common_part(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -182,11 +170,6 @@ class Tile:
         tensors = grad, query, self.key, self.value, result, logsumexp
         by_query, by_key, by_value = fused_backward(*tensors, self.bias.values, self.scale)
         return self.bias.in_order(by_query), by_key, by_value
-
-    def keys(self, some: slice) -> Tile:
-        """Return the tile restricted to a slice of its keys."""
-        bias = self.bias._replace(values=self.bias.values[..., some])
-        return replace(self, key=self.key[:, :, some], value=self.value[:, :, some], bias=bias)
 
     def score_gradients(self) -> tuple[Tensor, Tensor]:
         """Return weights and score gradients, ``[..., rows, kv_len]``, for rows with large scores.
@@ -236,7 +219,8 @@ def _with_slopes(
         middle = (some.start + some.stop) // 2
         own = (places[some] - middle).to(call.working_dtype)  # [keys of the side]
         features = torch.stack([own, torch.ones_like(own)], dim=-1).expand(*wide.key.shape[:2], -1, -1)
-        side = replace(wide, bias=bias).keys(some)
+        values = bias.values[..., some]
+        side = replace(wide, key=wide.key[:, :, some], value=wide.value[:, :, some], bias=bias._replace(values=values))
         # Pad with zeros: the extra key features meet query features of 0, so scores do not change.
         padded = {name: F.pad(getattr(side, name), (0, 2)) for name in ("grad", "query", "result", "value")}
         found = replace(side, **padded, key=torch.cat([side.key, features], dim=-1)).gradients()

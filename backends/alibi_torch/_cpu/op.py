@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alibi_core.backend import ARRAY_AXES, AttentionCall
 from alibi_core.backend.horizon import Job, KeyNorms, tolerance_of
-from alibi_torch._cpu import kernel, step, vmap
+from alibi_torch._cpu import kernel, step
 from alibi_torch._cpu.bias import DistanceRow
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
 from alibi_torch._derivatives import dense_reference, pulled_back
@@ -90,15 +90,11 @@ TENSORS = 1 + Packed._fields.index("key_norms")  # The first this many fields of
 # --- Computation -----------------------------------------------------------------------------------------------------
 
 
-class Planned(NamedTuple):
-    """The plan of one part of a call."""
-
-    part: Part
-    jobs: list[Job]  # the rectangles of scores to compute
-    row: DistanceRow  # their biases, without added_key_bias
+# The plan of a call: its parts, each with the rectangles of scores to compute and their biases, without added_key_bias.
+Plan = list[tuple[Part, list[Job], DistanceRow]]
 
 
-def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Planned]:
+def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> Plan:
     """Return the plans of the parts of a call with one batch axis."""
     found = []
     for part in split(call, norms):
@@ -111,7 +107,7 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
             rectangles = jobs(part.call, *tensors, part.norms, limits)
         # The key bias becomes extra features (_with_key_bias), so the row has distances only.
         own = part.call if part.call.added_key_bias is None else replace(part.call, added_key_bias=None)
-        found.append(Planned(part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
+        found.append((part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
     return found
 
 
@@ -126,7 +122,7 @@ def _without_gradients(
 
 
 def _compute(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: list[Planned], dtype: torch.dtype
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the result, in ``dtype``, and the log-sum-exp, ``[batch, num_heads, q_len]``, from a plan."""
     query, key, value = _dense(query, key, value)
@@ -197,7 +193,7 @@ _attend_backward = torch.ops.alibi.attention_backward.default
 
 
 def _attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any, plans: list[list[Planned]] | None = None
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, plans: list[Plan] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, q_len, head_dim]``, and the log-sum-exp, ``[batch, num_heads, q_len]``.
 
@@ -226,13 +222,13 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     return result, query.new_empty(query.shape[:-1], dtype=dtype)
 
 
-def _backward_on_cpu(*arguments: Any, plans: Sequence[list[Planned]] = ()) -> tuple[Tensor, ...]:
+def _backward_on_cpu(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor, ...]:
     """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
     # Reuse the forward pass's plan where autograd passed it on; operators cannot.
     planned = plans[0] if plans else plan_of(call, query, key, norms)
-    by_query = (torch.zeros_like if planned[0].part.is_cut else torch.empty_like)(query)  # queries in no part get 0
+    by_query = (torch.zeros_like if planned[0][0].is_cut else torch.empty_like)(query)  # queries in no part get 0
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
     sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if arguments[-1] else None
     grad, query, key, value, result = _dense(grad, query, key, value, result)
@@ -241,10 +237,10 @@ def _backward_on_cpu(*arguments: Any, plans: Sequence[list[Planned]] = ()) -> tu
             own, *tensors = _with_key_bias(part.call, *part.of_queries(query), *part.of_keys(key, value))
             wider = tensors[0].shape[-1] - call.head_dim
             of_result = (F.pad(x, (0, wider)) if wider else x for x in part.of_queries(grad, result))
-            known = kernel.Saved(*tensors, *of_result, *part.of_queries(logsumexp))
-            by_slope = None if sums is None else sums[:, part.batch]
-            totals = kernel.Totals(*part.of_queries(by_query), *part.of_keys(by_key, by_value), by_slope)
-            kernel.backward(own, known, rectangles, row, totals)
+            saved = *tensors, *of_result, *part.of_queries(logsumexp)
+            totals = *part.of_queries(by_query), *part.of_keys(by_key, by_value)
+            by_slopes = None if sums is None else sums[:, part.batch]
+            kernel.backward(own, saved, rectangles, row, totals, by_slopes)
     return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *_by_rates(call, sums)
 
 
@@ -342,4 +338,48 @@ class _Gradients(torch.autograd.Function):
 
 
 torch.library.register_autograd("alibi::attention", _Attention.backward, setup_context=_Attention.setup_context)
-vmap.register(_attend, _attend_backward)
+
+
+# --- vmap: the mapped axis is merged into the batch axis -------------------------------------------------------------
+
+# The number of axes after the batch axis, for each tensor argument of the operators, in order.
+_RULE_AXES = (*ARRAY_AXES.values(), 2)  # the last argument is the key norms
+_FORWARD_AXES = (3, 3, 3, *_RULE_AXES)  # query, key, value
+_BACKWARD_AXES = (3, 3, 3, 3, 3, 2, *_RULE_AXES)  # gradient, query, key, value, result, log-sum-exp
+
+
+@torch.library.register_vmap("alibi::attention")
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    merged = _merged(info.batch_size, in_dims, arguments, _FORWARD_AXES)
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in _attend(*merged)), (0, 0)
+
+
+@torch.library.register_vmap("alibi::attention_backward")
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    size, first = info.batch_size, len(_BACKWARD_AXES) - len(_RULE_AXES)
+    merged = _merged(size, in_dims, arguments, _BACKWARD_AXES)
+    summed = []  # True if slopes have no batch axis, so that their gradient is summed over it
+    for index in (first, first + 1):
+        slopes, dim = arguments[index], in_dims[index]
+        if slopes is None:  # its gradient then has the shape of that of slopes
+            summed.append(summed[0])
+            continue
+        summed.append(slopes.ndim - (dim is not None) == 1)
+        merged[index] = merged[index].expand(len(merged[0]), -1)  # one gradient per mapped entry
+    *tensors, past, future = (x.unflatten(0, (size, -1)) for x in _attend_backward(*merged))
+    rates = [x.sum(dim=1) if is_summed else x for x, is_summed in zip((past, future), summed, strict=True)]
+    return (*tensors, *rates), (0,) * 5
+
+
+def _merged(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], axes: tuple[int, ...]) -> list[Any]:
+    """Return the arguments, the mapped axis of each tensor merged with its batch axis."""
+    query, dim = arguments[1], in_dims[1]  # the key in the forward operator; both have a batch axis
+    batch = query.shape[0] if dim is None else query.movedim(dim, 0).shape[1]
+    merged = list(arguments)
+    for index, (x, dim, rest) in enumerate(zip(arguments, in_dims, axes, strict=False)):
+        if not isinstance(x, Tensor) or (dim is None and (x.ndim <= rest or x.shape[0] == 1 < batch)):
+            continue  # not mapped and without a batch axis: the same for all entries
+        x = x[None] if dim is None else x.movedim(dim, 0)
+        x = x.reshape(len(x), *(1,) * (rest + 2 - x.ndim), *x.shape[1:])  # [size or 1, batch or 1, ...]
+        merged[index] = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+    return merged

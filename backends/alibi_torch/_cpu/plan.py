@@ -42,16 +42,12 @@ LEAST_SPLIT = 128  # Below this many tokens per row, a dense mask is faster than
 LEAST_MEAN_LENGTH = 16  # Below this mean length of packed sequences (tokens), a dense mask is faster too.
 
 
-def _fast_norm_bounds(vectors: Tensor) -> Tensor:
-    return norm_bounds(vectors, vectors.dtype)
-
-
 DEFAULT = Tiling(
     q_block=256,
     kv_block=128,
     part_elements=2**18,
     worthwhile=20,
-    norm_bounds=_fast_norm_bounds,
+    norm_bounds=lambda vectors: norm_bounds(vectors, vectors.dtype),
     few=16,
     rows=(64, 256),
     bias_elements=2**22,
@@ -68,10 +64,7 @@ def tiling() -> Tiling:
 def norm_bounds(vectors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return upper bounds of the norms of ``[..., head_dim]``, rounding errors included, as float32 or float64.
 
-    Args:
-        vectors: Keys or queries.
-        dtype: The dtype of the sums of squares. Default: at least float32. The vectors' own dtype, if it is a low
-            precision, is far faster.
+    ``dtype`` is that of the sums of squares. Default: at least float32. The vectors' own low precision is far faster.
     """
     statistics = torch.promote_types(vectors.dtype, torch.float32)
     dtype = statistics if dtype is None else dtype
@@ -98,15 +91,11 @@ class Part:
 
     def of_queries(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return views of ``[batch, num_heads, q_len, ...]``, sliced to this part."""
-        if not self.is_cut:
-            return tensors
-        return [x[self.batch, :, self.queries] for x in tensors]
+        return [x[self.batch, :, self.queries] for x in tensors] if self.is_cut else tensors
 
     def of_keys(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return views of ``[batch, num_kv_heads, kv_len, head_dim]``, sliced to this part."""
-        if not self.is_cut:
-            return tensors
-        return [x[self.batch, :, self.keys] for x in tensors]
+        return [x[self.batch, :, self.keys] for x in tensors] if self.is_cut else tensors
 
 
 def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:

@@ -7,7 +7,6 @@ few heads at a time, so that the copy fits into the CPU's cache.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -147,8 +146,4 @@ def _attend(
         values = values.expand(-1, sizes[1], -1, -1)
         rows, values = (x.reshape(x.shape[0], -1, group * call.q_len, x.shape[-1]) for x in (rows, values))
     out, lse = fused_forward(rows, key, value, values, call.scale)
-    out, lse = (out.reshape(sizes), lse.reshape(sizes[:-1])) if group > 1 else (out, lse)
-    if bias.attends is not None:
-        out = torch.where(bias.attends, out, 0.0)
-        lse = torch.where(bias.attends[..., 0], lse, math.inf)
-    return out, lse
+    return bias.without_blind(out.reshape(sizes), lse.reshape(sizes[:-1]))

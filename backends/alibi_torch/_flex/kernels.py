@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from alibi_core.backend import AttentionCall, penalty, relative_position
-from alibi_core.backend.horizon import nearest_keys
-from alibi_torch._cpu import KeyNorms
+from alibi_core.backend.horizon import KeyNorms, nearest_keys
+from alibi_torch._derivatives import twice_differentiable
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch._flex.derivatives import twice_differentiable
 from alibi_torch._flex.mask import BLOCK, block_mask, visits_all
 
 LEAST_HEAD_DIM = 16  # GPU kernels require at least this head_dim; smaller ones are padded.
@@ -65,7 +64,7 @@ def _attend(
     block = BLOCK if needs_gradients(query, key, value) else 1
     q_padding, kv_padding = -call.q_len % block, -call.kv_len % block
     width = 0 if query.device.type == "cpu" else max(0, LEAST_HEAD_DIM - call.head_dim)
-    score_mods, mask_mod = _mods(call, q_padding, kv_padding)
+    bias, weighted_bias, mask_mod = _mods(call, q_padding, kv_padding)
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
     with torch.no_grad():
         mask = block_mask(call, query, key, mask_mod, norms, lengths)
@@ -76,15 +75,17 @@ def _attend(
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}
     options |= {} if kernel_options is None else {"kernel_options": kernel_options}
     kernel = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else flex.flex_attention
-    result = kernel(query, key, value, score_mod=score_mods["bias"], **options)
+    result = kernel(query, key, value, score_mod=bias, **options)
     if learns:  # slopes get their gradient from a second attention, see _tangent
         result, auxiliary = result
         tensors = [x.detach() for x in (query, key, value)]
-        for kind, slopes in _slopes_by_kind(call).items():
+        # Slopes of keys on both sides (0), before the query (-1) and after it (1).
+        sides = {0: call.slopes} if call.future_slopes is None else {-1: call.slopes, 1: call.future_slopes}
+        for side, slopes in sides.items():
             if not slopes.requires_grad:
                 continue
             with torch.no_grad():
-                moved, moved_auxiliary = kernel(*tensors, score_mod=score_mods[kind], **options)
+                moved, moved_auxiliary = kernel(*tensors, score_mod=weighted_bias(side), **options)
                 tangent = _tangent(result, auxiliary.lse, moved, moved_auxiliary.lse)
             # Adds 0 to the result; its derivative with respect to the slope is the tangent.
             result = result + ((slopes - slopes.detach())[..., None, None] * tangent).to(result.dtype)
@@ -114,26 +115,18 @@ def _one_batch_axis(call: AttentionCall) -> AttentionCall:
     return call.map_arrays(whole)
 
 
-def _slopes_by_kind(call: AttentionCall) -> dict[str, Tensor]:
-    """Return slopes by the distances they multiply: ``"all"``, or ``"past"`` and ``"future"``."""
-    if call.future_slopes is None:
-        return {"all": call.slopes}
-    return {"past": call.slopes, "future": call.future_slopes}
+def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Callable[[int], Mod], Mod]:
+    """Return two score modifications and the mask function, as functions of indices for FlexAttention.
 
-
-def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str, Mod], Mod]:
-    """Return the score modifications by name, and the mask function, as functions of indices for FlexAttention.
-
-    The modification ``"bias"`` adds the bias. For each kind of :func:`_slopes_by_kind` there is one more, which also
-    multiplies each weight by the key's distance. Values that change from call to call are read from tensors, because a
-    Python number would be compiled in as a constant. Indices may point to ``q_padding`` queries past the last one, and
-    to ``kv_padding`` keys past the last one, which no query sees.
+    The first modification adds the bias. The second also multiplies the weights of keys by their distances, on both
+    sides of the query or on one. Values that change from call to call are read from tensors, because a Python number
+    would be compiled in as a constant. Indices may point to ``q_padding`` queries past the last one, and to
+    ``kv_padding`` keys past the last one, which no query sees.
     """
     slopes = call.slopes.detach()
     future_slopes = None if call.future_slopes is None else call.future_slopes.detach()
-    if (
-        torch.compiler.is_compiling()
-    ):  # Inductor would recompute default slopes inside the backward kernel, which cannot lower that
+    # Inductor would recompute default slopes inside the backward kernel, which cannot lower that.
+    if torch.compiler.is_compiling():
         slopes, future_slopes = _opaque(slopes), None if future_slopes is None else _opaque(future_slopes)
     offset = call.q_offset if call.has_offset_array else slopes.new_full(call.batch, call.q_offset, dtype=torch.int32)
     nearest = _distance_origin(call, q_padding)
@@ -186,17 +179,13 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[st
     def bias(*at: Tensor) -> Tensor:
         return biased(*at)[0]
 
-    def all_distances(*at: Tensor) -> Tensor:
-        score, distance, _ = biased(*at)
-        return score + torch.log(distance.clamp(min=0))
+    def weighted_bias(side: int) -> Mod:
+        def mod(*at: Tensor) -> Tensor:
+            score, distance, relative = biased(*at)
+            distance = distance.clamp(min=0)
+            return score + torch.log(distance * (side * relative > 0) if side else distance)
 
-    def past_distances(*at: Tensor) -> Tensor:
-        score, distance, relative = biased(*at)
-        return score + torch.log(distance.clamp(min=0) * (relative < 0))
-
-    def future_distances(*at: Tensor) -> Tensor:
-        score, distance, relative = biased(*at)
-        return score + torch.log(distance.clamp(min=0) * (relative > 0))
+        return mod
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         relative = ahead(b, q_idx, kv_idx)
@@ -209,7 +198,7 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[st
             visible = visible & (q_ids[b, q_idx] == kv_ids[b, kv_idx])
         return visible if mask is None else visible & mask[b, h, q_idx, kv_idx]
 
-    return {"bias": bias, "all": all_distances, "past": past_distances, "future": future_distances}, mask_mod
+    return bias, weighted_bias, mask_mod
 
 
 def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:

@@ -104,10 +104,6 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
         """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
 
         Its dtype is the dtype that keys will have: that of the parameters, or autocast's under autocast.
-
-        Args:
-            batch_size: Number of sequences.
-            max_length: Capacity of the cache, in tokens.
         """
         weight, device = self.k_proj.weight, self._current_slopes.device
         dtype = autocast_dtype(device.type)
@@ -116,6 +112,4 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
             dtype = weight.dtype if has_dtype else torch.get_default_dtype()
         return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, device=device, dtype=dtype)
 
-    def extra_repr(self) -> str:
-        """Return the sizes, and the options that change the result, for ``print(module)``."""
-        return self._sizes_and_options()
+    extra_repr = models.BaseAttention._sizes_and_options

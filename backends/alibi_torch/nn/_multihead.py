@@ -121,22 +121,12 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from ``query`` to ``key``.
 
-        Args:
-            query, key, value: ``[q_len, batch, embed_dim]``, ``[kv_len, batch, kdim]`` and ``[kv_len, batch, vdim]``;
-                batch first with ``batch_first``; or all three without a batch.
-            key_padding_mask: ``[batch, kv_len]``: booleans, True where a key is NOT attended to, or numbers to add to
-                the scores.
-            need_weights: Return the weights, too, which takes memory for all of them.
-            attn_mask: ``[q_len, kv_len]`` or ``[batch * num_heads, q_len, kv_len]``: booleans, True where NOT to
-                attend, or numbers to add to scores.
-            average_attn_weights: Average the weights returned over the heads.
-            is_causal: Apply the causal mask. ``attn_mask`` may then be None; if ``q_len`` equals ``kv_len``, it is
-                ignored.
-            q_offset: Position of the first query, the first key having position 0: an int or a ``[batch]`` integer
-                tensor. Default ``kv_len - q_len``.
-            segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
-            positions: ``[batch, length]`` or ``[batch, length, dims]``, explicit positions, or a pair (queries, keys)
-                of them, as in ``attention``.
+        Arguments that are not listed are those of ``nn.MultiheadAttention``. In boolean masks, True means NOT to
+        attend.
+
+        - ``is_causal``: Apply the causal mask. ``attn_mask`` may then be None; if ``q_len`` equals ``kv_len``, it is
+          ignored.
+        - ``q_offset``, ``segment_ids``, ``positions``: As in :func:`alibi_torch.attention`.
 
         Returns:
             The output, with the shape of ``query``, and the weights: ``[batch, q_len, kv_len]`` if averaged, else
@@ -257,9 +247,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
 
 def _is_mask(added: Tensor) -> bool:
     """Whether an additive mask holds only 0 and -inf, so that booleans can replace it; False if it cannot be read."""
-    if added.requires_grad or added.is_meta or torch.compiler.is_compiling():
-        return False
-    if in_transform():
+    if added.requires_grad or added.is_meta or torch.compiler.is_compiling() or in_transform():
         return False
     # Reading values is not allowed while a CUDA graph is captured.
     if added.is_cuda and torch.cuda.is_current_stream_capturing():

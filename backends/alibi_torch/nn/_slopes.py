@@ -64,20 +64,11 @@ def _record(module: KeepsSlopes, state_dict: Any, prefix: str, local_metadata: d
     local_metadata[KEY] = layer_record(module)
 
 
-def _compare(
-    module: KeepsSlopes,
-    state_dict: Any,
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Refuse the weights of a module that computes something else."""
+def _compare(module: KeepsSlopes, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+    """Refuse the weights of a module that computes something else: ``rest`` ends with the list of errors."""
     message = mismatch(prefix[:-1], local_metadata.get(KEY, {}), module)
     if message is not None:
-        error_msgs.append(f"{message}; a plain dict(state_dict), which has no metadata, loads all the same")
+        rest[-1].append(f"{message}; a plain dict(state_dict), which has no metadata, loads all the same")
 
 
 def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:

@@ -104,11 +104,8 @@ def attention(
     if in_transform():
         raise NotImplementedError("parallel.attention has gradients by torch.autograd, and no torch.func transforms")
     place = place_of(group, axis_name, head_axis)
-    for name, tensor in (("query", query), ("key", key)):
-        if checks.array(name, tensor).ndim != 4:
-            raise ValueError(f"{name} must have shape (batch, heads, shard_len, head_dim), got {tuple(tensor.shape)}")
-    if key.shape[2] != query.shape[2]:
-        raise ValueError(f"key must have the shard_len of query, {query.shape[2]}, got {key.shape[2]}")
+    if checks.array("query", query).ndim != 4:
+        raise ValueError(f"query must have shape (batch, heads, shard_len, head_dim), got {tuple(query.shape)}")
     if implementation is not None:
         checks.one_of("implementation", implementation, IMPLEMENTATIONS)
     heads = query.shape[1]
@@ -132,7 +129,9 @@ def attention(
         allow_negative_slopes=allow_negative_slopes,
         xp=xp,
     )
-    check_device(place, group, query)
+    if call.kv_len != call.q_len:
+        raise ValueError(f"key must have the shard_len of query, {call.q_len}, got {call.kv_len}")
+    check_device(place, query)
     shards = Shards(place.size, query.shape[2], length)
     share = min(tolerance_of(call), LARGEST_TOLERANCE)
     place = agree(place, query.device, _facts_of(call, shards, key, value, implementation))
@@ -140,17 +139,12 @@ def attention(
         return query + key.sum() + value.sum()  # no elements, but connected to the autograd graph
     nothing = (0,) * call.num_kv_heads
     needed = (nothing, nothing) if place.size == 1 else needed_tokens(place, call, shards, query, key, share)
-    return _attend(call, Halo(place, shards, *needed), query, key, value, (1 - HALO_SHARE) * share, implementation)
+    call = replace(call, tolerance=(1 - HALO_SHARE) * share)
+    return _attend(call, Halo(place, shards, *needed), query, key, value, implementation)
 
 
 def _attend(
-    call: AttentionCall,
-    halo: Halo,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tolerance: float,
-    implementation: str | None,
+    call: AttentionCall, halo: Halo, query: Tensor, key: Tensor, value: Tensor, implementation: str | None
 ) -> Tensor:
     """Return this shard's attention to its own keys and to the keys received from other processes."""
     # On the CPU, compute in the working dtype, so that key gradients are not rounded before they are summed.
@@ -172,7 +166,6 @@ def _attend(
             q_offset=first - stretch.first,
             kv_segment_ids=None if ids is None else ids[index],
             dtype=dtype,
-            tolerance=tolerance,
         )
         results.append(run(part, query[:, heads, rows].to(dtype), keys, values, implementation, None))
     if not results:  # the shard is all padding: no rows, but connected to the autograd graph
@@ -202,15 +195,10 @@ def _facts_of(
     return {
         "query's shape": (*call.batch, call.num_heads, call.q_len, call.head_dim),
         "key's shape": tuple(key.shape),
-        "dtype": call.dtype,
         "length": shards.length,
         "slopes": call.slopes.tolist(),
         "future_slopes": None if call.future_slopes is None else call.future_slopes.tolist(),
-        "is_causal": call.is_causal,
-        "window_size": call.window_size,
-        "scale": call.scale,
-        "tolerance": call.tolerance,
         "segment_ids' dtype": segments,
         "implementation": implementation,
         "whether key or value requires gradients": differentiated,
-    }
+    } | {name: getattr(call, name) for name in ("dtype", "is_causal", "window_size", "scale", "tolerance")}

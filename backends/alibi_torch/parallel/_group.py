@@ -19,23 +19,14 @@ LARGEST_TAG = 2**24  # Tags of messages are taken modulo this.
 
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process among the processes that share a sequence, and its shard of the heads.
+    """The rank of this process among the processes that share a sequence, and its shard of the heads."""
 
-    Attributes:
-        group: The processes that share the sequence.
-        rank: This process's rank in the group.
-        size: Number of processes in the group.
-        head_shards: Number of shards of the heads.
-        head_rank: Index of this process's shard of the heads.
-        tag: Tag of the messages of one call and of its backward pass, so that calls cannot receive each other's.
-    """
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    head_shards: int = 1
-    head_rank: int = 0
-    tag: int = 0
+    group: dist.ProcessGroup  # the processes that share the sequence
+    rank: int  # in the group
+    size: int  # number of processes in the group
+    head_shards: int = 1  # number of shards of the heads
+    head_rank: int = 0  # index of this process's shard of the heads
+    tag: int = 0  # of the messages of one call and of its backward pass, so that calls cannot receive each other's
 
     def all_reduced(self, tensor: Tensor, operation: Any = dist.ReduceOp.MAX) -> Tensor:
         """Return a tensor reduced over the group; the argument may be overwritten."""
@@ -47,56 +38,47 @@ class Place:
 
 def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
     """Validate these arguments of ``attention`` and return this process's place."""
-    for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
-        if axis is not None and not isinstance(axis, str):
-            raise TypeError(f"{name} must be the name of one mesh dimension, got {axis!r}")
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed must be initialized, as by torch.distributed.init_process_group")
-    if isinstance(group, DeviceMesh):
-        return _place_in_mesh(group, axis_name, head_axis)
-    for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
-        if axis is not None:
-            raise ValueError(f"{name} must be None where group is no torch.distributed.DeviceMesh, got {axis!r}")
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
+    is_mesh = isinstance(group, DeviceMesh)
+    if not is_mesh and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             "group must be a torch.distributed.ProcessGroup that this process is in, a DeviceMesh or None, got "
             f"{type(group).__name__}"
         )
-    return Place(group, dist.get_rank(group), dist.get_world_size(group))
-
-
-def _place_in_mesh(mesh: DeviceMesh, axis_name: str | None, head_axis: str | None) -> Place:
-    names = tuple(mesh.mesh_dim_names or ())
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"group must be a mesh that this process is in, got {mesh}")
-    if axis_name is None:
-        if mesh.ndim != 1:
-            raise ValueError(f"axis_name must name a dimension of a mesh that has several, {names}, got None")
-        if head_axis is not None:
-            raise ValueError(
-                f"head_axis must be None where axis_name is: tokens have the mesh's only dimension, got {head_axis!r}"
-            )
-        return Place(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    names = tuple(group.mesh_dim_names or ()) if is_mesh else ()
     for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
-        if axis is not None and axis not in names:
+        if axis is None:
+            continue
+        if not isinstance(axis, str):
+            raise TypeError(f"{name} must be the name of one mesh dimension, got {axis!r}")
+        if not is_mesh:
+            raise ValueError(f"{name} must be None where group is no torch.distributed.DeviceMesh, got {axis!r}")
+        if axis not in names:
             raise ValueError(f"{name} must name a dimension of the mesh, {names}, got {axis!r}")
-    if axis_name == head_axis:
-        raise ValueError(f"axis_name and head_axis must differ, got {axis_name!r} for both")
-    place = Place(mesh.get_group(axis_name), mesh.get_local_rank(axis_name), mesh.size(names.index(axis_name)))
+    if not is_mesh:
+        return Place(group, dist.get_rank(group), dist.get_world_size(group))
+    if group.get_coordinate() is None:
+        raise ValueError(f"group must be a mesh that this process is in, got {group}")
+    if axis_name is None and group.ndim != 1:
+        raise ValueError(f"axis_name must name a dimension of a mesh that has several, {names}, got None")
+    tokens = 0 if axis_name is None else names.index(axis_name)
+    place = Place(group.get_group(tokens), group.get_local_rank(tokens), group.size(tokens))
     if head_axis is None:
         return place
-    return Place(place.group, place.rank, place.size, mesh.size(names.index(head_axis)), mesh.get_local_rank(head_axis))
+    heads = names.index(head_axis)
+    if heads == tokens:
+        raise ValueError(f"axis_name and head_axis must differ, got {head_axis!r} for both")
+    return replace(place, head_shards=group.size(heads), head_rank=group.get_local_rank(heads))
 
 
-def check_device(place: Place, group: Any, tensor: Tensor) -> None:
+def check_device(place: Place, tensor: Tensor) -> None:
     """Check that the group can send tensors from this tensor's device."""
-    kind = tensor.device.type
-    if isinstance(group, DeviceMesh) and group.device_type != kind:
-        raise ValueError(f"query must be on {group.device_type}, as the mesh is, got {kind}")
     try:
         place.group._get_backend(tensor.device)
     except RuntimeError as error:
+        kind = tensor.device.type
         raise ValueError(f"query must be on a device that the process group has a backend for, got {kind}") from error
 
 
@@ -112,11 +94,7 @@ _tags = count()
 
 
 def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
-    """Check that ``facts`` are equal (by ``repr``) on all processes of the group; if not, all raise a ValueError.
-
-    Returns:
-        The place with a new tag, equal on all processes.
-    """
+    """Return the place with a new tag, equal on all processes; raise on all if ``facts`` differ, by ``repr``."""
     global _tags
     if place.size == 1:
         return place

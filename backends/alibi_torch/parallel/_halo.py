@@ -17,17 +17,12 @@ from alibi_torch.parallel._group import Place
 
 
 class Stretch(NamedTuple):
-    """The range of tokens, ``first`` to ``stop``, that a process sees for a run of key/value heads."""
+    """The range of tokens, ``first`` to ``stop``, that a process sees for a run of key/value heads.
 
-    heads: slice
-    first: int
-    stop: int
+    A piece is the part of a stretch that is in one process's shard.
+    """
 
-
-class Piece(NamedTuple):
-    """The tokens of a stretch that are in one process's shard."""
-
-    stretch: int  # index among the stretches of the process that sees these tokens
+    index: int  # among the stretches of the process that sees these tokens
     heads: slice
     first: int
     stop: int
@@ -51,13 +46,13 @@ class Halo:
         return self._stretches(self.place.rank)
 
     @cached_property
-    def incoming(self) -> dict[int, list[Piece]]:
+    def incoming(self) -> dict[int, list[Stretch]]:
         """By source process, this one included, the pieces that this process receives."""
         here = self.place.rank
         return {rank: pieces for rank in range(self.place.size) if (pieces := self._pieces(here, rank))}
 
     @cached_property
-    def outgoing(self) -> dict[int, list[Piece]]:
+    def outgoing(self) -> dict[int, list[Stretch]]:
         """By target process, this one included, the pieces that this process sends."""
         here = self.place.rank
         return {rank: pieces for rank in range(self.place.size) if (pieces := self._pieces(rank, here))}
@@ -72,30 +67,27 @@ class Halo:
         for (past, future), run in itertools.groupby(zip(self.past, self.future, strict=True)):
             stop = start + len(list(run))
             ends = max(rank * size - past, 0), min((rank + 1) * size + future, self.shards.length)
-            found.append(Stretch(slice(start, stop), *ends))
+            found.append(Stretch(len(found), slice(start, stop), *ends))
             start = stop
         return found
 
-    def _pieces(self, target: int, source: int) -> list[Piece]:
+    def _pieces(self, target: int, source: int) -> list[Stretch]:
         """Return the pieces that ``source`` sends to ``target``; the order is the same on both."""
-        found, size = [], self.shards.shard_len
-        for index, seen in enumerate(self._stretches(target)):
-            first, stop = max(seen.first, source * size), min(seen.stop, (source + 1) * size)
-            if first < stop:
-                found.append(Piece(index, seen.heads, first, stop))
-        return found
+        start, stop = source * self.shards.shard_len, (source + 1) * self.shards.shard_len
+        cut = [x._replace(first=max(x.first, start), stop=min(x.stop, stop)) for x in self._stretches(target)]
+        return [piece for piece in cut if piece.first < piece.stop]
 
-    def held(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+    def held(self, tensors: Sequence[Tensor], pieces: Sequence[Stretch]) -> list[Tensor]:
         """Return views of the pieces in this process's shard ``[batch, heads, shard_len, features]``."""
         start = self.place.rank * self.shards.shard_len
         return [x[:, piece.heads, piece.first - start : piece.stop - start] for piece in pieces for x in tensors]
 
-    def seen(self, tensors: Sequence[Sequence[Tensor]], pieces: Sequence[Piece]) -> list[Tensor]:
+    def seen(self, tensors: Sequence[Sequence[Tensor]], pieces: Sequence[Stretch]) -> list[Tensor]:
         """Return views of the pieces in the stretches, ``[batch, heads of the stretch, its length, features]``."""
-        firsts = [seen.first for seen in self.stretches]
+        starts = [self.stretches[piece.index].first for piece in pieces]
         return [
-            x[piece.stretch][:, :, piece.first - firsts[piece.stretch] : piece.stop - firsts[piece.stretch]]
-            for piece in pieces
+            x[piece.index][:, :, piece.first - start : piece.stop - start]
+            for piece, start in zip(pieces, starts, strict=True)
             for x in tensors
         ]
 

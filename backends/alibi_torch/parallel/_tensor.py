@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from alibi_torch.caches import KVCache
 from alibi_torch.nn import AlibiAttention
 
 
@@ -43,15 +39,10 @@ class TensorParallelAttention(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, AlibiAttention):
-            raise TypeError(f"module must be an alibi_torch.AlibiAttention, got {type(module).__name__}")
-        if isinstance(module, ShardedAttention):
-            raise ValueError("module must have all of its heads, got one whose heads are divided already")
         if type(module) is not AlibiAttention:
             # A subclass's own computation would be lost, or would not know that heads are sharded.
-            raise TypeError(
-                f"module must be an AlibiAttention itself, of no derived class, got {type(module).__name__}"
-            )
+            name = type(module).__name__
+            raise TypeError(f"module must be an alibi_torch.AlibiAttention itself, of no derived class, got {name}")
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh must have one dimension, such as mesh['heads'], got {device_mesh.mesh_dim_names}"
@@ -106,25 +97,7 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
 class ShardedAttention(AlibiAttention):
     """An attention layer with this process's shard of the heads, made by :class:`TensorParallelAttention`."""
 
-    def forward(self, x: Tensor, **rules: Any) -> Tensor:
-        """Attend with this process's heads; ``out_proj`` sums over processes."""
-        with self._own_slopes():
-            return super().forward(x, **rules)
-
-    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """Return an empty cache for this process's heads."""
-        with self._own_slopes():
-            return super().make_cache(batch_size, max_length)
-
-    @contextmanager
-    def _own_slopes(self) -> Iterator[None]:
-        """Replace the ``DTensor`` ``log_slopes`` by this process's local shard, within the context."""
-        whole = self._parameters.get("log_slopes")
-        if not isinstance(whole, DTensor):  # slopes are fixed
-            yield
-            return
-        self._parameters["log_slopes"] = whole.to_local()
-        try:
-            yield
-        finally:
-            self._parameters["log_slopes"] = whole
+    @property
+    def _current_slopes(self) -> Tensor:
+        log_slopes = self.log_slopes  # a DTensor; its local shard has this process's heads
+        return self.slopes if log_slopes is None else log_slopes.to_local().exp()

@@ -103,9 +103,6 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
 def restore(model: nn.Module) -> nn.Module:
     """Undo :func:`accelerate`, in place.
 
-    Args:
-        model: An accelerated model.
-
     Returns:
         The same model.
 

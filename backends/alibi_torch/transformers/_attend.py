@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from alibi_core.backend import AttentionCall
 from alibi_torch._attention import run
-from alibi_torch._dispatch import needs_gradients
+from alibi_torch._dispatch import needs_gradients, no_autocast
 from alibi_torch._internals import in_transform
 from alibi_torch.transformers._tokens import Tokens, is_unreadable
 
@@ -23,24 +22,16 @@ SHARED_SCORES, SHARED_KEYS = 2**16, 2**10
 
 
 class Rules(NamedTuple):
-    """The settings of one attention layer; layers with equal rules share a plan.
+    """The settings of one attention layer; layers with equal rules share a plan."""
 
-    Attributes:
-        slopes: The slope of each head of the model's bias, per token, before ``divisor`` and ``additions``.
-        scale: Factor of the scores.
-        build: The model's function that builds the bias ``[batch or 1, heads, kv_len]`` from a mask
-            ``[batch, kv_len]``, the number of heads and a dtype. None for the exact contract.
-        counts_text: Whether distances count only text tokens, and skip padding.
-        divisor: The model divides the built bias by this.
-        additions: How many times the model adds the bias.
-    """
-
-    slopes: tuple[float, ...]
+    slopes: tuple[float, ...]  # of each head of the model's bias, per token, before `divisor` and `additions`
     scale: float
+    # The model's function from a mask [batch, kv_len], the number of heads and a dtype to the bias [batch or 1, heads,
+    # kv_len]; None for the exact contract.
     build: Callable[[Tensor, int, torch.dtype], Tensor] | None
-    counts_text: bool = True
-    divisor: float = 1.0
-    additions: int = 1
+    counts_text: bool = True  # distances count only text tokens, and skip padding
+    divisor: float = 1.0  # the model divides the built bias by this
+    additions: int = 1  # how many times the model adds the bias
 
     def key_bias(self, slopes: Tensor, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
         """Return the bias of each key, ``[batch or 1, num_heads, kv_len]``, float64, 0 where its sequence begins.
@@ -69,16 +60,12 @@ class Rules(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan that the layers of one pass share.
+    """The plan that the layers of one pass share."""
 
-    Attributes:
-        how: The checked call of a layer; or for small calls a dense bias, ``[batch or 1, num_kv_heads, heads per group
-            * q_len, kv_len]``.
-        blind: ``[batch, q_len]`` booleans, True for queries that see no key; None if there are none.
-    """
-
+    # The checked call of a layer; or for small calls a dense bias, [batch or 1, num_kv_heads, heads per group * q_len,
+    # kv_len].
     how: AttentionCall | Tensor
-    blind: Tensor | None
+    blind: Tensor | None  # [batch, q_len] booleans, True for queries that see no key; None if there are none
 
 
 def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
@@ -152,8 +139,7 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
     """Return attention by one call of PyTorch's kernel. Query heads that share keys become rows of one head."""
     # [batch, num_kv_heads, heads per group * q_len, head_dim]
     rows = query.reshape(query.shape[0], *bias.shape[1:3], query.shape[3])
-    # Autocast would round the bias.
-    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+    with no_autocast("cpu"):  # which would round the bias
         if rows.dtype != bias.dtype and query.shape[2] == 1:  # for one query, a cast is faster than low precision
             rows, key, value = (x.to(bias.dtype) for x in (rows, key, value))
         result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from alibi_torch._dispatch import needs_gradients
 from alibi_torch._internals import in_transform
 from alibi_torch.transformers._state import not_accelerated
 
@@ -25,10 +26,10 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return the keys and values of all tokens."""
-        needs_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         # Under a compiler or transform, tensors have no data_ptr, which _Buffer.takes compares.
         is_traced = torch.compiler.is_compiling() or in_transform()
-        if needs_gradients or is_traced or not self.is_initialized or self.keys.nbytes < COPIED_BYTES:
+        is_small = not self.is_initialized or self.keys.nbytes < COPIED_BYTES
+        if needs_gradients(key_states, value_states) or is_traced or is_small:
             self.alibi_buffer = None
             return super().update(key_states, value_states, *args, **kwargs)
         if self.alibi_buffer is None or not self.alibi_buffer.takes(self.keys, self.values, key_states):
@@ -65,11 +66,8 @@ class _Buffer:
         is_ours = is_ours and keys.shape[:3] == (*buffer.shape[:2], self.length)  # False after another cache appended
         # A tensor made in inference mode cannot be written outside of it.
         is_frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
-        fits = (
-            self.length + new.shape[2] <= buffer.shape[2]
-            and torch.promote_types(buffer.dtype, new.dtype) == buffer.dtype
-        )
-        return is_ours and fits and not is_frozen
+        has_room = self.length + new.shape[2] <= buffer.shape[2]
+        return is_ours and has_room and not is_frozen and torch.promote_types(buffer.dtype, new.dtype) == buffer.dtype
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values after the tokens in use, and return views of all tokens."""

@@ -167,9 +167,8 @@ def _mask_options(mask: Any, is_causal: bool, query: Tensor, key: Tensor, positi
         return options
     if mask.dtype != torch.bool:
         return options | {"segment_ids": mask[:, 0, 0]}
-    if (
-        is_causal and query.shape[2] == 1 and is_unreadable(mask)
-    ):  # compiled decoding with a static cache: the query's position is the last True key
+    # Compiled decoding with a static cache: the query's position is the last True key.
+    if is_causal and query.shape[2] == 1 and is_unreadable(mask):
         options["q_offset"] = key.shape[2] - 1 - mask[:, 0, 0].flip(-1).to(torch.uint8).argmax(-1)
     return options | {"mask": mask}
 

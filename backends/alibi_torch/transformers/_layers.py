@@ -31,22 +31,16 @@ from alibi_torch.transformers._tokens import carried, is_carrier
 class AcceleratedAttention(nn.Module):
     """An attention layer of an accelerated model.
 
-    Each family implements ``build``, the model's bias of each key, ``[batch or 1, num_heads, kv_len]``; ``project``,
-    from hidden states to queries, keys and values, ``[batch, heads, q_len, head_dim]``; and ``output``, from the
+    Each family implements ``build``, the model's bias of each key, ``[batch or 1, num_heads, kv_len]``; ``_project``,
+    from hidden states to queries, keys and values, ``[batch, heads, q_len, head_dim]``; and ``_output``, from the
     attention, ``[batch, q_len, features]``, and the call's arguments to the layer's result.
-
-    Attributes:
-        alibi_own: The original class of ``transformers``.
-        alibi_slopes: The slope of each head of the bias, per token, as built: before scaling and repeated addition.
-        alibi_state: The state shared with the base model.
     """
 
-    alibi_own: type[nn.Module]
-    alibi_slopes: tuple[float, ...]
-    alibi_state: State
+    alibi_own: type[nn.Module]  # the original class of transformers
+    alibi_slopes: tuple[float, ...]  # of each head of the bias, per token, before scaling and repeated addition
+    alibi_state: State  # shared with the base model
 
-    def rules(self) -> Rules:
-        """Return the layer's current settings."""
+    def _rules(self) -> Rules:
         build = None if self.alibi_state.contract == "exact" else self.build
         return Rules(self.alibi_slopes, self.inv_norm_factor, build)
 
@@ -66,11 +60,11 @@ def _forward(own: type[nn.Module]) -> Callable[..., Any]:
         mask, cache = given.get("attention_mask"), cache_of(given)
         if not is_carrier(mask):
             return own.forward(self, *args, **kwargs)
-        query, key, value = self.project(given["hidden_states"])
+        query, key, value = self._project(given["hidden_states"])
         if cache is not None:
             key, value = append(cache, self.layer_idx, key, value)
-        attended = attend(self.rules(), query, key, value, carried(mask, self.alibi_state.tokens))
-        return self.output(attended.transpose(1, 2).flatten(2), given), None  # no weights
+        attended = attend(self._rules(), query, key, value, carried(mask, self.alibi_state.tokens))
+        return self._output(attended.transpose(1, 2).flatten(2), given), None  # no weights
 
     return forward
 
@@ -86,11 +80,10 @@ class AcceleratedBloomAttention(AcceleratedAttention, BloomAttention):
         """Return the bias that BLOOM adds to the scores of each key."""
         return modeling_bloom.build_alibi_tensor(mask, num_heads, dtype).unflatten(0, (-1, num_heads))[:, :, 0]
 
-    def project(self, hidden_states: Tensor) -> Any:
-        """Return queries, keys and values."""
+    def _project(self, hidden_states: Tensor) -> Any:
         return self._reshape(self.query_key_value(hidden_states))
 
-    def output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
+    def _output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
         """Return residual + projection; with ``slow_but_exact``, the projection is summed over slices, without bias."""
         if self.pretraining_tp > 1 and self.slow_but_exact:
             width = self.hidden_size // self.pretraining_tp
@@ -112,21 +105,18 @@ class AcceleratedMptAttention(AcceleratedAttention, MptAttention):
         """Return the bias that MPT adds to the scores of each key."""
         return modeling_mpt.build_mpt_alibi_tensor(num_heads, mask.shape[-1], device=mask.device)[:, 0][None]
 
-    def rules(self) -> Rules:
-        """Return the layer's current settings."""
+    def _rules(self) -> Rules:
         build = None if self.alibi_state.contract == "exact" else self.build
         return Rules(self.alibi_slopes, self.softmax_scale, build, counts_text=False)
 
-    def project(self, hidden_states: Tensor) -> Any:
-        """Return queries, keys and values."""
+    def _project(self, hidden_states: Tensor) -> Any:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         # [batch, q_len, 3 * features] to three of [batch, heads, q_len, head_dim]
         return mixed.unflatten(-1, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
 
-    def output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
-        """Return the projection."""
+    def _output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
         return self.out_proj(attended)
 
     def dropped(self) -> float:
@@ -149,21 +139,18 @@ class AcceleratedFalconAttention(AcceleratedAttention, FalconAttention):
         """Return the bias that Falcon builds for each key, not yet scaled."""
         return modeling_falcon.build_alibi_tensor(mask, num_heads, dtype).unflatten(0, (-1, num_heads))[:, :, 0]
 
-    def rules(self) -> Rules:
-        """Return the layer's current settings."""
-        rules = super().rules()
+    def _rules(self) -> Rules:
+        rules = super()._rules()
         if rules.build is None:
             return rules
         additions = FALCON_ADDITIONS[self.config._attn_implementation]
         return rules._replace(divisor=math.sqrt(self.head_dim), additions=additions)
 
-    def project(self, hidden_states: Tensor) -> Any:
-        """Return queries, keys and values."""
+    def _project(self, hidden_states: Tensor) -> Any:
         split = self._split_heads(self.query_key_value(hidden_states))  # [batch, q_len, heads, head_dim] each
         return (x.transpose(1, 2) for x in split)
 
-    def output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
-        """Return the projection."""
+    def _output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
         return self.dense(attended)
 
     def dropped(self) -> float:

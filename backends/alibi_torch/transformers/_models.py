@@ -30,24 +30,16 @@ from alibi_torch.transformers._tokens import (
     is_carrier,
     is_unreadable,
     starts_of,
-    without_full_mask,
 )
 
 
 class AcceleratedModel:
-    """A base model whose attention layers use this library.
+    """A base model whose attention layers use this library."""
 
-    Attributes:
-        alibi_own: The original class of ``transformers``.
-        alibi_layer: The accelerated class of its attention layers.
-        alibi_layers: The attention layers.
-        alibi_state: The state shared with the layers.
-    """
-
-    alibi_own: type[Any]
-    alibi_layer: type[AcceleratedAttention]
+    alibi_own: type[Any]  # the original class of transformers
+    alibi_layer: type[AcceleratedAttention]  # the accelerated class of its attention layers
     alibi_layers: tuple[Any, ...]
-    alibi_state: State
+    alibi_state: State  # shared with the layers
 
     def run_own(self, given: dict[str, Any]) -> Any:
         """Run the model's original forward."""
@@ -159,7 +151,9 @@ def read_tokens(base: Any, given: dict[str, Any]) -> Tokens | str:
         if mask.ndim != 2 or mask.shape[0] != batch or (mask.shape[1] != places and mask.shape[1] != kv_len):
             expected = f"({batch}, {places or kv_len})"
             return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
-        mask = without_full_mask(mask[:, :kv_len])
+        mask = mask[:, :kv_len]
+        if not (is_unreadable(mask) or mask.requires_grad) and bool((mask == 1).all()):
+            mask = None
     starts, position_ids = None, given.get("position_ids")
     if position_ids is not None and q_len > 1:
         starts = starts_of(position_ids, batch, q_len, past, None if mask is None else mask[:, kv_len - q_len :])

@@ -16,11 +16,6 @@ def cache_of(given: Any) -> Any:
     return next((given[name] for name in CACHE_NAMES if name in given and given[name] is not None), None)
 
 
-def cache_name(names: tuple[str, ...]) -> str | None:
-    """Return the name of the cache among a method's argument names; None if it takes no cache."""
-    return next((name for name in CACHE_NAMES if name in names), None)
-
-
 def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a method's arguments that may be passed by position, without ``self``."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
@@ -37,7 +32,7 @@ def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def with_own_cache_name(names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the cache renamed to the name that the method uses."""
-    own = cache_name(names)
+    own = next((name for name in CACHE_NAMES if name in names), None)
     if own is None or own in given:
         return given
     return {own if name in CACHE_NAMES else name: x for name, x in given.items()}

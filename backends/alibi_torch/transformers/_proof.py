@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from alibi_torch.transformers._names import cache_name, cache_of, positional_names
+from alibi_core.backend.models import evaluating
+from alibi_torch.transformers._names import cache_of, positional_names, with_own_cache_name
 from alibi_torch.transformers._state import LIBRARY
 
 PROMPT, PADDING, STEPS = 13, 4, 3  # in tokens
@@ -28,9 +29,7 @@ def own_results(base: Any, layers: Iterable[nn.Module]) -> Proof | None:
 
     Rounding is measured on the model itself: the probe is run again with each attention layer's result perturbed by one
     unit of rounding. So the allowance grows with the depth and the conditioning of the model, as rounding does.
-
-    Returns:
-        None, with a warning, if the model cannot be run.
+    If the model cannot be run, the function warns and returns None.
     """
     if any(x.is_meta for x in base.parameters()):
         return _warn_unproven("some of its weights are on the meta device")
@@ -48,11 +47,7 @@ def own_results(base: Any, layers: Iterable[nn.Module]) -> Proof | None:
 
 
 def check(base: Any, proof: Proof) -> None:
-    """Check that an accelerated base model gives the results of its original code, up to rounding.
-
-    Raises:
-        ValueError: If a result differs by more.
-    """
+    """Raise a ValueError if the results of an accelerated base model are not its original code's, up to rounding."""
     advice = "the model is as it was; leave it so, or take versions that the page on transformers names"
     try:
         with warnings.catch_warnings():
@@ -91,7 +86,7 @@ def _results(base: Any) -> dict[str, Tensor]:
     """Return the last hidden states of a prompt, of a batch with padding on the left, and of cached steps."""
     length, device = PROMPT + STEPS, next(base.parameters()).device
     tokens = torch.arange(1, 2 * length + 1, device=device).reshape(2, length) % base.config.vocab_size
-    cache = cache_name(positional_names(type(base).forward)) or "cache"
+    names = positional_names(type(base).forward)
     mask = torch.ones_like(tokens)
     mask[1, :PADDING] = 0
     with measuring(base):
@@ -99,7 +94,7 @@ def _results(base: Any) -> dict[str, Tensor]:
         output = base(input_ids=tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True, return_dict=True)
         results["in a batch with padding"] = output[0][:, PADDING:]
         for step in range(PROMPT, length):
-            seen = {"attention_mask": mask[:, : step + 1], cache: cache_of(output)}
+            seen = with_own_cache_name(names, {"attention_mask": mask[:, : step + 1], "cache": cache_of(output)})
             output = base(input_ids=tokens[:, step : step + 1], use_cache=True, return_dict=True, **seen)
             results[f"in cached step {step - PROMPT + 1}"] = output[0]
     return {name: x.double() for name, x in results.items()}
@@ -116,12 +111,10 @@ def perturbed(layers: Iterable[nn.Module]) -> Iterator[None]:
         unit = max(torch.finfo(x).eps for x in (result.dtype, torch.float32)) * result.abs().amax(dim=-1, keepdim=True)
         return (result + signs * unit, *output[1:])
 
-    handles = [x.register_forward_hook(perturb) for x in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(perturb))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -131,7 +124,6 @@ def measuring(model: nn.Module) -> Iterator[None]:
     In half precision, rounding would hide a mistake. Weights are cast one block at a time, so that no second copy of
     the model is in memory.
     """
-    training = {module: module.training for module in model.modules()}
     halves: dict[Tensor, Tensor] = {}
 
     def cast(module: nn.Module, args: Any) -> None:
@@ -146,18 +138,16 @@ def measuring(model: nn.Module) -> Iterator[None]:
                 parameter.data = halves.pop(parameter)
 
     owned = {module: parameters for module, parameters in _units(model) if parameters}
-    handles = [x.register_forward_pre_hook(cast) for x in owned] + [x.register_forward_hook(put_back) for x in owned]
-    model.eval()  # without dropout; the modes are restored below
-    try:
-        with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
+    place = next(model.parameters()).device.type
+    with contextlib.ExitStack() as hooks, evaluating(model), torch.no_grad(), torch.autocast(place, enabled=False):
+        for module in owned:
+            hooks.enter_context(module.register_forward_pre_hook(cast))
+            hooks.enter_context(module.register_forward_hook(put_back))
+        try:
             yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, data in halves.items():
-            parameter.data = data
-        for module, before in training.items():
-            module.training = before
+        finally:
+            for parameter, data in halves.items():
+                parameter.data = data
 
 
 def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

@@ -14,27 +14,17 @@ LIBRARY = "alibi_torch"
 
 @dataclass
 class State:
-    """The state shared by the base model and the attention layers of one accelerated model.
+    """The state shared by the base model and the attention layers of one accelerated model."""
 
-    Attributes:
-        contract: ``"model"`` for the model's own rounding of the bias, ``"exact"`` for none.
-        strict: Whether a call that the library does not compute is an error.
-        calls: The number of passes by the library, under ``"alibi_torch"``, and by the original code, under the reason.
-        tokens: The ``Tokens`` of the current pass, for layers whose mask has lost its attribute: in compiled code, and
-            after a mask is copied to another device.
-    """
-
-    contract: str
-    strict: bool
-    calls: Counter[str] = field(default_factory=Counter)
+    contract: str  # "model" for the model's own rounding of the bias, "exact" for none
+    strict: bool  # a call that the library does not compute is an error
+    calls: Counter[str] = field(default_factory=Counter)  # passes by the library (LIBRARY), by the original code (why)
+    # The Tokens of the current pass, for layers whose mask has lost its attribute: in compiled code, and after a mask
+    # is copied to another device.
     tokens: Any = None
 
     def count(self, model: Any, reason: str | None) -> None:
-        """Count a pass by the library, or by the original code for a reason; warn at the first of the latter.
-
-        Raises:
-            ValueError: If there is a reason, and the model is ``strict``.
-        """
+        """Count a pass by the library, or by the original code for a reason: warn at the first, or raise if strict."""
         if reason is not None and self.strict:
             raise ValueError(f"{reason}; make the model with accelerate(model, strict=False), or undo with restore")
         if torch.compiler.is_compiling():
@@ -51,13 +41,8 @@ class State:
 def paths(model: Any) -> dict[str, int]:
     """Return the number of forward passes of an accelerated model by the library, and by the model's original code.
 
-    Passes inside ``torch.compile`` are not counted.
-
-    Args:
-        model: The model that ``accelerate`` returned.
-
-    Returns:
-        The number of passes for ``"alibi_torch"`` and for each reason why the model's own attention was needed.
+    Keys are ``"alibi_torch"`` and each reason why the model's own attention was needed. Passes inside
+    ``torch.compile`` are not counted.
 
     Raises:
         ValueError: If the model is not accelerated.

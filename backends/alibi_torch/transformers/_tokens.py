@@ -21,26 +21,16 @@ from alibi_torch._internals import has_dispatch_mode, in_transform
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one forward pass and the cached tokens before them.
+    """The tokens of one forward pass and the cached tokens before them."""
 
-    Attributes:
-        past: Number of cached tokens before the first query; an int, or a one-element tensor with a compiled static
-            cache.
-        kv_len: Number of tokens including this pass; with a compiled static cache, the number of slots.
-        mask: ``[batch, kv_len]``, 0 for padding; None without padding. BLOOM and Falcon make positions of its
-            cumulative sums; MPT counts columns.
-        origins: ``[batch, kv_len or 1]`` integers, the column where a token's sequence begins; None if all begin at 0.
-        sequences: ``[batch, kv_len]`` integers, the number of a token's sequence in its row; None if each row is one
-            sequence.
-        shared: Cache of values that all layers of the pass use, by key.
-    """
-
-    past: Any
-    kv_len: Any
+    past: Any  # number of tokens before the first query: an int, or a one-element tensor (compiled static cache)
+    kv_len: Any  # number of tokens including this pass; with a compiled static cache, the number of slots
+    # [batch, kv_len], 0 for padding; None without padding. BLOOM and Falcon make positions of its cumulative sums; MPT
+    # counts columns.
     mask: Tensor | None = None
-    origins: Tensor | None = None
-    sequences: Tensor | None = None
-    shared: dict[Any, Any] = field(default_factory=dict, compare=False)
+    origins: Tensor | None = None  # [batch, kv_len or 1], column where a token's sequence begins; None if all are 0
+    sequences: Tensor | None = None  # [batch, kv_len], number of a token's sequence; None if each row is one sequence
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False)  # values that all layers of the pass use
 
     @staticmethod
     def read(past: Any, kv_len: Any, mask: Tensor | None, starts: Tensor | None) -> Tokens:
@@ -104,13 +94,6 @@ class Tokens:
 def is_unreadable(tensor: Tensor) -> bool:
     """Whether a tensor's values cannot be read: it is on ``meta``, or a compiler, tracer or ``vmap`` is active."""
     return tensor.is_meta or is_tracing(tensor) or in_transform()
-
-
-def without_full_mask(mask: Tensor | None) -> Tensor | None:
-    """Return the mask, or None if all its values can be read and are 1."""
-    if mask is None or is_unreadable(mask) or mask.requires_grad:
-        return mask
-    return None if bool((mask == 1).all()) else mask
 
 
 def starts_of(position_ids: Tensor, batch: int, q_len: int, past: Any, mask: Tensor | None) -> Tensor | None:

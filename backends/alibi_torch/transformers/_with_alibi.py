@@ -181,13 +181,9 @@ def _set(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
 
 
 class NoPositions(nn.Module):
-    """Replaces position embeddings, and returns 0.
+    """Replaces position embeddings, and returns 0."""
 
-    Attributes:
-        reaches_attention: Whether the model passes ``position_ids`` to its attention layers, which need them to
-            separate packed sequences.
-    """
-
+    # Whether the model passes `position_ids` to its attention layers, which need them to separate packed sequences.
     reaches_attention = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""A key/value cache for decoding."""
+"""Keys and values of earlier tokens, and attention to them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from alibi_core.backend.caches import (
     check_span,
 )
 from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
+from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import checked, run
-from alibi_torch._cpu import NEAR, KeyNorms, norm_bounds, uses_norms
+from alibi_torch._cpu import NEAR, norm_bounds, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._internals import in_transform
+
+__all__ = ["KVCache"]
 
 BLOCK = 128  # The cache stores one upper bound of norms for each block of this many keys.
 
@@ -185,18 +188,12 @@ class KVCache:
         It equals :func:`alibi_torch.attention` on the tensors that :meth:`append` returned, but uses the cached norms,
         so it need not read all keys to measure them.
 
-        Args:
-            query: ``[batch_size, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
-            slopes: As in :func:`alibi_torch.attention`: ``[num_heads]`` or ``[batch_size, num_heads]``.
-            mask: As in :func:`alibi_torch.attention`: booleans over all cached tokens.
-            segment_ids: A pair of integer tensors, for the queries and for all cached tokens.
-            window_size: Mask keys farther away than this many tokens.
-            scale: Factor of the scores.
-            tolerance: The share of softmax weight that may be skipped.
-            implementation: As in :func:`alibi_torch.attention`: the name of an implementation, or None.
-            lengths: ``[batch_size]`` integers: the number of queries in each row, as given to :meth:`append`; results
-                of the padding are undefined. Default: all ``q_len`` queries.
-            law: As in :func:`alibi_torch.attention`: ``"linear"``, ``"log"`` or ``"sqrt"``.
+        Arguments that are not listed are those of :func:`alibi_torch.attention`.
+
+        - ``query``: ``[batch_size, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
+        - ``mask``: Booleans over all cached tokens; ``segment_ids``: a pair, for the queries and for all cached tokens.
+        - ``lengths``: ``[batch_size]`` integers: the number of queries in each row, as given to :meth:`append`; results
+          of the padding are undefined. Default: all ``q_len`` queries.
 
         Returns:
             ``[batch_size, num_heads, q_len, head_dim]``.
@@ -208,8 +205,8 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         given = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale}
-        given |= {"law": None if law == "linear" else law}
-        rules: dict[str, Any] = {name: x for name, x in (given | {"tolerance": tolerance}).items() if x is not None}
+        given |= {"tolerance": tolerance, "law": None if law == "linear" else law}
+        rules: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if lengths is not None or self.lengths is not None:
             offsets = self._held() - self._counts(lengths, query.shape[2])
             check_span(self.length, self.length - int(offsets.min()))
