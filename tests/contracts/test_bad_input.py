@@ -319,6 +319,7 @@ COMMON_BIAS = [
 FUTURE = [
     value("future_slopes must be None when is_causal=True", future_slopes=floats(2)),
     value(r"future_slopes must have the shape of slopes", is_causal=False, future_slopes=floats(3)),
+    value(r"future_slopes must be an array, or 2 \(num_heads\) .*, got 3", is_causal=False, future_slopes=3),
     number("future_slopes must not be negative", is_causal=False, future_slopes=-floats(2)),
 ]
 KV_LEN = value("kv_len must not be negative", kv_len=-1)

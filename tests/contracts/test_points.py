@@ -95,14 +95,32 @@ def test_blocks_of_queries_and_heads_fit_together(backend: Backend, is_masked: b
     assert_exact(backend, case, asked=[("query", "key", "value") if is_masked else None])
 
 
+def tensors_of(case: Case) -> dict[str, np.ndarray]:
+    return {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
+
+
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("law", ["log", "sqrt"])
-def test_a_law_needs_no_positions(backend: Backend, law: str) -> None:
-    arrays, places = Case(SIZES[1], seed=1).arrays, np.arange(7, dtype=np.int32)
-    tensors = {name: arrays[name] for name in ("query", "key", "value", "slopes")}
+@pytest.mark.parametrize("q_offset", [0, 40])
+def test_a_law_needs_no_positions(backend: Backend, law: str, q_offset: int) -> None:
+    tensors = tensors_of(Case(Sizes(2, 3, 2, (701, 701), 5), seed=1))  # several blocks of queries
+    keys = np.arange(701, dtype=np.int32)
     for arguments in ({"is_causal": True}, {"is_causal": False}):
-        by_position = backend.attention(**tensors, dtype="float32", positions=places, law=law, **arguments)
-        np.testing.assert_array_equal(backend.attention(**tensors, dtype="float32", law=law, **arguments), by_position)
+        rules: dict[str, Any] = {"dtype": "float32", "law": law, **arguments}
+        by_position = backend.attention(**tensors, positions=(keys + q_offset, keys), **rules)
+        np.testing.assert_allclose(backend.attention(**tensors, q_offset=q_offset, **rules), by_position, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_distance_that_all_keys_share_changes_nothing(backend: Backend, side: int) -> None:
+    tensors, rng = tensors_of(Case(Sizes(2, 3, 2, (7, 11), 5), seed=1)), np.random.default_rng(1)
+    queries, keys = (rng.integers(-9, 9, n).astype(np.int32) for n in (7, 11))
+    rules = {"is_causal": False, "dtype": "float32", "future_slopes": tensors["slopes"][::-1].copy()}
+    near, far = (
+        backend.attention(**tensors, positions=(queries + side * shift, keys), **rules) for shift in (32, 2**23)
+    )
+    np.testing.assert_allclose(far, near, atol=1e-5)
 
 
 def bias_of(case: Case, framework: Framework) -> Any:
