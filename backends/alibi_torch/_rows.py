@@ -31,17 +31,18 @@ COMPILED_BLOCKS = 8  # Under a compiler, which unrolls the loop over blocks, the
 
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return attention, computed one block of queries at a time."""
-    batch = call.batch
-    call, shape = _with_floating_points(call.with_one_batch_axis()), query.shape
-    tensors = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    batch, dtype, shape = call.batch, call.dtype, query.shape
+    # In the working dtype: gradients of scores follow from the result, and one that is rounded would shift whole rows.
+    call = replace(_with_floating_points(call.with_one_batch_axis()), dtype=call.working_dtype)
+    tensors = [x.reshape(-1, *x.shape[-3:]).to(call.dtype) for x in (query, key, value)]
     rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
     if in_transform():  # torch.func rejects a Function without a vmap rule, and warns of the fused function under vmap
-        result = dense_reference(call, *tensors).to(call.dtype)
+        result = dense_reference(call, *tensors)
     elif torch.compiler.is_exporting():  # for any length: a loop would make the number of blocks a constant
         result = sdpa(call, *tensors)
     else:
         result = _Rows.apply(call, *tensors, *rates)
-    return result.reshape(shape) if len(batch) != 1 else result
+    return (result.reshape(shape) if len(batch) != 1 else result).to(dtype)
 
 
 def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, terms: BiasTerms | None = None) -> Tensor:

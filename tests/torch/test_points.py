@@ -48,3 +48,18 @@ def test_a_program_with_points_is_exported_for_any_length() -> None:
     shapes = ({2: length},) * 3 + ({1: length},)
     program = torch.export.export(Program(), tuple(problem(50)), dynamic_shapes=shapes).module()
     torch.testing.assert_close(program(*problem(33)), Program()(*problem(33)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_low_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    """Values with a common part and equal cotangents: a rounded result would shift the gradients of whole rows."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 1025, 16, generator=generator).to(dtype).unbind()
+    positions, value = torch.randn(1, 1025, 2, generator=generator) * 20, value + 3
+    found, exact = [], []
+    for gradients, of, implementation in ((found, dtype, "tiled"), (exact, torch.float64, "dense")):
+        inputs = [x.to(of).requires_grad_() for x in (query, key, value)]
+        rules = {"positions": positions, "is_causal": False, "implementation": implementation}
+        gradients += torch.autograd.grad(attention(*inputs, **rules).sum(), inputs)
+    for one, right in zip(found, exact, strict=True):
+        assert (one.double() - right).abs().max() <= torch.finfo(dtype).eps / 2 * right.abs().max()
