@@ -100,8 +100,8 @@ def bias(
         device: Device of the result. Default: the device of ``slopes``.
 
     Returns:
-        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a penalty beyond
-        65504 rounds to -inf, and a positive bias (``"bloom"``, ``"falcon"``) to inf.
+        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a bias beyond 65504
+        in size rounds to an infinity.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or arrays belong to different libraries.

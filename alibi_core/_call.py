@@ -383,25 +383,20 @@ class AttentionCall:
             return bias, terms.attends
         return self.xp.where(terms.attends, bias, 0.0), terms.attends
 
-    def bias_terms(self) -> BiasTerms:
-        """Return what :meth:`bias` computes before slopes; heads share it, unless their masks differ."""
+    def bias_terms(self, relative: Any | None = None) -> BiasTerms:
+        """Return what :meth:`bias` computes before slopes; heads share it, unless their masks differ.
+
+        ``relative``, ``[..., q_len, kv_len]``: relative positions of points. Default: computed here.
+        """
         xp = self.xp
-        relative, nearest = self._relative()
+        relative, nearest = self._relative(relative)
         visible, attends = self.visible(relative), None
         if visible is not None and not self.every_query_attends:
             # [..., q_len, 1]: False for fully masked rows
             attends = xp.any(visible, axis=-1, keepdims=True)
             has_own_rules = self.mask is not None or self.q_segment_ids is not None or self.q_points is not None
             if has_own_rules and not self.is_empty:
-                # Count distances from the nearest visible key: softmax ignores a constant along a row, but if all keys
-                # are far away, float32 would lose its digits to that constant. With two slopes in a row (keys on both
-                # sides of the query) a distance is not one constant penalty, so count from 0.
-                nearest = self.nearest_visible(relative, visible)
-                if self.future_slopes is not None:
-                    sides = (
-                        xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)
-                    )
-                    nearest = xp.where(xp.logical_and(*sides), 0, nearest)
+                nearest = self._origin(relative, visible)
             # In a fully masked row all keys become visible, at distance 0: the bias is 0.
             relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
             visible = xp.logical_or(visible, xp.logical_not(attends))
@@ -424,7 +419,7 @@ class AttentionCall:
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible)[..., 0, :]
 
-    def _relative(self) -> tuple[Any, Any]:
+    def _relative(self, relative: Any | None) -> tuple[Any, Any]:
         """Return relative positions, and a lower bound of each query's distances, ``[..., q_len, 1]``, or None."""
         xp = self.xp
         if self.q_points is None:
@@ -432,15 +427,15 @@ class AttentionCall:
             relative = relative_positions(xp, q_positions, kv_positions)
             nearest = self.distance_to_keys(q_positions)[..., :, None]
         else:
-            points = self.q_points, self.kv_points
-            relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
+            if relative is None:
+                points = self.q_points, self.kv_points
+                relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
             if self.is_empty:
                 nearest = xp.zeros_like(relative[..., :1])
-            elif self.sees_own_key or self.future_slopes is not None:
-                # A key at distance 0, or two slopes in a row: nothing to subtract.
+            elif self.sees_own_key:  # a key at distance 0: nothing to subtract
                 return with_head_axis(relative) if relative.ndim > 2 else relative, None
             else:
-                nearest = xp.min(xp.abs(relative), axis=-1, keepdims=True)
+                nearest = self._origin(relative, None)
         return (relative, nearest) if relative.ndim == 2 else (with_head_axis(relative), with_head_axis(nearest))
 
     def distance_to_keys(self, positions: Any) -> Any:
@@ -457,8 +452,24 @@ class AttentionCall:
             bias = bias + self.added_key_bias[..., None, :]
         return bias if self.added_bias is None else bias + self.added_bias
 
-    def nearest_visible(self, relative: Any, visible: Any) -> Any:
-        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``.
+    def _origin(self, relative: Any, visible: Any | None) -> Any:
+        """Return the distance that counts as 0 in each query's row, ``[..., q_len, 1]``: that of its nearest key.
+
+        Softmax ignores a constant along a row, but if all keys are far away, float32 would lose its digits to that
+        constant. With two slopes in a row (keys on both sides of the query) a distance is not one constant penalty:
+        distances count from 0.
+        """
+        xp, nearest = self.xp, self.nearest_visible(relative, visible)
+        if self.future_slopes is None:
+            return nearest
+
+        def some(keys: Any) -> Any:
+            return xp.any(keys if visible is None else xp.logical_and(visible, keys), axis=-1, keepdims=True)
+
+        return xp.where(xp.logical_and(some(relative < 0), some(relative > 0)), 0, nearest)
+
+    def nearest_visible(self, relative: Any, visible: Any | None) -> Any:
+        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``; None shows all keys.
 
         It is at least MAX_POSITION for a fully masked query.
         """
@@ -466,7 +477,9 @@ class AttentionCall:
             far: float = checks.MAX_POSITION
         else:
             far = 2**62 if is_kind(self.xp, relative.dtype, "integral") else math.inf
-        return self.xp.min(self.xp.where(visible, self.xp.abs(relative), far), axis=-1, keepdims=True)
+        distances = self.xp.abs(relative)
+        distances = distances if visible is None else self.xp.where(visible, distances, far)
+        return self.xp.min(distances, axis=-1, keepdims=True)
 
 
 # The non-batch axes of each array. Batch axes come first and may be missing.

@@ -7,7 +7,9 @@ position is minus the distance: a key in space is never after the query.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from alibi_core._arrays import DType, Namespace, astype, at_least, checks, host_
 
 DISTANCES = ("manhattan", "euclidean", "chebyshev")
 LAWS = ("linear", "log", "sqrt")
+FARTHEST_POINT = 2.0**62  # From here on, squares of distances overflow float32, and 0 * inf and inf - inf are NaN.
 
 
 def penalty(xp: Namespace, distance: Any, law: str) -> Any:
@@ -53,15 +56,18 @@ def distance_of_tail(xp: Namespace, slopes: Any, weight: Any, law: str) -> Any:
 
 
 def check_positions(xp: Namespace, name: str, positions: Any) -> Any:
-    """Check that positions are integers, or floats without infinities. Values of traced arrays are not checked."""
+    """Check that positions are integers, or floats whose squared distances fit float32, if values can be read."""
     dtype = checks.array(name, positions).dtype
     if is_kind(xp, dtype, "integral"):
         return positions
     if not is_kind(xp, dtype, "real floating"):
         raise TypeError(f"{name} must have an integer or a real floating dtype, got {dtype}")
     values = host_values(positions)
-    if values is not None and np.any(np.isinf(values)):
-        raise ValueError(f"{name} must be finite, or NaN for a token without a position, got an infinite one")
+    if values is not None and np.any(np.abs(values) > FARTHEST_POINT):
+        largest = np.nanmax(np.abs(values))
+        raise ValueError(
+            f"{name} must be up to 2**62 in size, or NaN for a token without a position, got {largest:.4g}"
+        )
     return positions
 
 
@@ -148,17 +154,12 @@ def relative_points(
     # Do not lose digits of float64 positions.
     if any("float64" in str(x.dtype) for x in (q_points, kv_points)):
         dtype = xp.float64
-    q_nowhere = kv_nowhere = None
-    if may_have_nan:
-        (q_points, q_nowhere), (kv_points, kv_nowhere) = (_without_nan(xp, x) for x in (q_points, kv_points))
     # One dimension at a time: no array [q_len, kv_len, dims] is allocated.
     steps = [relative_on_line(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(q_points.shape[-1])]
     relative = relative_position(xp, steps, distance, dtype)
-    if q_nowhere is not None:
-        relative = xp.where(q_nowhere[..., :, None], xp.zeros_like(relative), relative)
-    if kv_nowhere is not None:
-        relative = xp.where(kv_nowhere[..., None, :], xp.zeros_like(relative), relative)
-    return relative
+    if not may_have_nan or is_kind(xp, relative.dtype, "integral"):
+        return relative
+    return xp.where(xp.isnan(relative), xp.zeros_like(relative), relative)
 
 
 def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: DType) -> Any:
@@ -180,36 +181,15 @@ def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: 
 
 
 def relative_position(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:
-    """Return the relative position from the differences along each dimension, ``steps``, key minus query."""
+    """Return the relative position, NaN if a difference is, from those along each dimension, key minus query."""
     if len(steps) == 1:
         return steps[0]
     # Squares of integers may overflow: compute in floating point.
     if distance == "euclidean":
         steps = [astype(xp, step, dtype) if is_kind(xp, step.dtype, "integral") else step for step in steps]
-        return 0 - xp.sqrt(_sum([step * step for step in steps]))
-    sizes = [xp.abs(step) for step in steps]
-    if distance == "manhattan":
-        return 0 - _sum(sizes)
-    # Chebyshev: the elementwise maximum over dimensions.
-    largest = sizes[0]
-    for size in sizes[1:]:
-        largest = xp.where(size > largest, size, largest)
-    return 0 - largest
-
-
-def _without_nan(xp: Namespace, points: Any) -> tuple[Any, Any | None]:
-    """Return points with 0 for NaN, and a mask ``[..., length]`` of tokens with any NaN (None for integers)."""
-    if is_kind(xp, points.dtype, "integral"):
-        return points, None
-    missing = xp.isnan(points)
-    return xp.where(missing, xp.zeros_like(points), points), xp.any(missing, axis=-1)
-
-
-def _sum(arrays: list[Any]) -> Any:
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = total + array
-    return total
+        return 0 - xp.sqrt(functools.reduce(operator.add, [step * step for step in steps]))
+    combine = operator.add if distance == "manhattan" else xp.maximum
+    return 0 - functools.reduce(combine, [xp.abs(step) for step in steps])
 
 
 def _difference(q_positions: Any, kv_positions: Any) -> Any:

@@ -64,14 +64,9 @@ def bias(
         query: Index of the query whose weights are drawn below; negative indices count from the end.
         **arguments: As in :func:`alibi_core.bias`: its further keyword arguments.
 
-    Returns:
-        The figure.
-
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
-        TypeError: For the reasons listed in :func:`alibi_core.bias`.
-        ValueError: For the reasons listed in :func:`alibi_core.bias`, if there is nothing to draw, slopes have a batch
-            axis, or a head or the query does not exist.
+        TypeError, ValueError: As :func:`alibi_core.bias`; or if there is nothing to draw, slopes have a batch axis, or
+            a head or the query does not exist.
 
     Example:
         >>> figure = bias(4, 12)
@@ -123,16 +118,11 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         entry: Index of the batch entry; with several batch axes, the index in the flattened batch.
         heads: Indices of the heads to draw. Default: all of up to 8 heads, else the first, the last and 6 between.
 
-    Returns:
-        The figure.
-
     Raises:
-        ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
         ValueError: If there is nothing to draw, or the batch entry or a head does not exist.
 
     Example:
-        An explanation as a backend's ``explain`` returns it, here written by hand: 8 tokens in two blocks, and two
-        heads; the second head needs all visible keys.
+        Eight tokens in two blocks, and two heads, of which the second needs all visible keys:
 
         >>> from alibi_core.backend.horizon import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])

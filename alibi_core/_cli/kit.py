@@ -66,7 +66,7 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
 
 def _conformance(options: argparse.Namespace) -> int:
-    from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, supervised
+    from alibi_core.conformance import ENTRY_POINTS, LAWS, Report, Settings, supervised
 
     # Refuse unknown names before any adapter is loaded.
     unknown = set(options.law or ()) - {law.name for law in LAWS}
@@ -88,48 +88,49 @@ def _conformance(options: argparse.Namespace) -> int:
         time_limit=options.time_limit,
         dtypes=() if "all" in dtypes else tuple(dtypes),
     )
-    outcomes: list[Outcome] = []
-    missing: list[Outcome] = []
+    reports: list[tuple[str, Report]] = []  # each with its source
+    missing: list[tuple[str, str]] = []
     for source in sources:
         print(f"checking {source} ...", file=sys.stderr)
-        for outcome in supervised(source, settings):
-            (missing if outcome.missing else outcomes).append(outcome)
-    if outcomes:
-        _print(outcomes)
+        for found in supervised(source, settings):
+            missing += [(source, found)] if isinstance(found, str) else []
+            reports += [(source, found)] if isinstance(found, Report) else []
+    if reports:
+        _print([report for _, report in reports])
     # A backend that is not installed is reported; a missing --adapter is an error, below.
-    for outcome in () if options.adapter else missing:
-        print(f"Not checked: {outcome.source} ({outcome.missing}).")
-    _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})
+    for source, reason in () if options.adapter else missing:
+        print(f"Not checked: {source} ({reason}).")
+    passed = all(report.passed for _, report in reports)
+    entries = [{"source": source, "passed": report.passed, "report": report.to_dict()} for source, report in reports]
+    _write_json(options.json, {"passed": passed, "reports": entries})
     if missing and options.adapter:
         raise UnusableError(
             "--adapter must be package.module:NAME of an adapter, in a module that can be imported here, got "
-            + ", ".join(f"{outcome.source} ({outcome.missing})" for outcome in missing)
+            + ", ".join(f"{source} ({reason})" for source, reason in missing)
         )
-    if not outcomes:
+    if not reports:
         raise UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
-    if not any(x.report is None or x.report.was_checked for x in outcomes):
+    if all(report.exit_status == 2 for _, report in reports):
         raise UnusableError(f"no adapter offers what {', '.join(settings.laws) or 'the laws'} would check")
-    return 0 if all(x.passed for x in outcomes) else 1
+    return 0 if passed else 1
 
 
-def _print(outcomes: Sequence[Any]) -> None:
+def _print(reports: Sequence[Any]) -> None:
     """Print a table with a line for each adapter, then the reports of those that failed; of one alone in any case."""
-    counted = ("passed", "failed", "not offered")
     rows = []
-    for outcome in outcomes:
-        report = outcome.report
-        statuses = [law.status for law in report.laws]
-        names = (report.name or outcome.source, report.dtype, report.contract)
+    for report in reports:
         verdict = ("yes", "NO", "nothing to check")[report.exit_status]
-        numbers = [statuses.count(status) for status in counted] + [sum(law.calls for law in report.laws)]
+        numbers = [*report.counts.values(), sum(law.calls for law in report.laws)]
         share = max((law.share for law in report.laws), default=0.0)
-        rows.append((*names, verdict, *map(str, numbers), f"{share:.0%}", f"{report.seconds:.1f}"))
+        names = (report.name, report.dtype, report.contract, verdict)
+        rows.append((*names, *map(str, numbers), f"{share:.0%}", f"{report.seconds:.1f}"))
+    counted = ("passed", "failed", "not offered")
     header = ("implementation", "dtype", "contract", "is ALiBi", *counted, "calls", "of budget", "seconds")
     print_table(header, rows)
     print("of budget: the largest error that passed, as a share of what rounding may cause")
-    for outcome in outcomes:
-        if len(outcomes) == 1 or not outcome.passed:
-            print(f"\n{outcome.report}")
+    for report in reports:
+        if len(reports) == 1 or not report.passed:
+            print(f"\n{report}")
 
 
 def _write(options: argparse.Namespace) -> int:

@@ -1,8 +1,4 @@
-"""The distance from which on keys do not matter.
-
-Takes a call and measurements of its queries and keys, mainly norms. Returns the ranges of keys that each block of
-queries needs, and the rectangles of scores (jobs) that a backend may compute.
-"""
+"""The distance from which on keys do not matter: ranges of needed keys, by block of queries; rectangles of scores."""
 
 from alibi_core._horizon.explanation import Explanation as Explanation
 from alibi_core._horizon.explanation import KeySpans as KeySpans

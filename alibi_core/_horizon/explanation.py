@@ -56,8 +56,6 @@ class Explanation:
         spans: The keys that blocks of queries see and need, as :class:`KeySpans`; None if there is nothing to compute.
 
     Example:
-        An explanation as a backend's ``explain`` returns it, here written by hand:
-
         >>> explained = Explanation("tiled", {}, 2.0**-24, 1.2e-7, np.asarray([[35.0, math.inf]]), 2000, 1100)
         >>> print(explained)
         implementation: tiled

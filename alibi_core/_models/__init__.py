@@ -1,7 +1,6 @@
-"""The layers and models of all backends: configurations, forward passes, checkpoints.
+"""The layers and models of all backends, without a framework: configurations, forward passes, checkpoints.
 
-The base classes hold forward passes and take sub-modules that a backend makes from a configuration. ``Checkpoint``
-reads a folder and yields weights by the names of this library's layers. No framework is imported.
+The base classes hold forward passes and take sub-modules that a backend makes from a configuration.
 """
 
 from alibi_core._models.attention_layer import BaseAttention as BaseAttention

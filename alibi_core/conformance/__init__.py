@@ -37,9 +37,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(_message, name=error.name) from error
 
 from alibi_core.conformance.adapter import FEATURES, Adapter
-from alibi_core.conformance.case import Case, Sizes
 from alibi_core.conformance.check import check
-from alibi_core.conformance.golden import GoldenError, GoldenReport, check_golden, write_golden
+from alibi_core.conformance.golden import GoldenError, check_golden, write_golden
 from alibi_core.conformance.laws import LAWS
 from alibi_core.conformance.libraries import (
     ENTRY_POINTS,
@@ -50,34 +49,13 @@ from alibi_core.conformance.libraries import (
 )
 from alibi_core.conformance.mistaken import Mistaken
 from alibi_core.conformance.mistakes import MISTAKES
-from alibi_core.conformance.oracle import Attention, rounded
-from alibi_core.conformance.report import Counterexample, Diagnosis, LawReport, Report
-from alibi_core.conformance.worker import Outcome as Outcome
+from alibi_core.conformance.report import Report
 from alibi_core.conformance.worker import Settings as Settings
 from alibi_core.conformance.worker import supervised as supervised
 
+# fmt: off
 __all__ = [
-    "ENTRY_POINTS",
-    "FEATURES",
-    "LAWS",
-    "MISTAKES",
-    "Adapter",
-    "Attention",
-    "BackendAdapter",
-    "Case",
-    "Counterexample",
-    "Diagnosis",
-    "GoldenError",
-    "GoldenReport",
-    "LawReport",
-    "Library",
-    "Mistaken",
-    "Report",
-    "Sizes",
-    "check",
-    "check_golden",
-    "installed_adapters",
-    "numpy_adapters",
-    "rounded",
-    "write_golden",
+    "ENTRY_POINTS", "FEATURES", "LAWS", "MISTAKES", "Adapter", "BackendAdapter", "GoldenError", "Library", "Mistaken",
+    "Report", "check", "check_golden", "installed_adapters", "numpy_adapters", "write_golden",
 ]
+# fmt: on

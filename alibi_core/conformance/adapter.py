@@ -128,7 +128,6 @@ class Adapter(Protocol):
 class Offer:
     """A validated adapter: its attributes, with defaults filled in, and its functions by name."""
 
-    adapter: Any
     name: str
     dtype: str
     contract: str
@@ -138,12 +137,7 @@ class Offer:
 
     @classmethod
     def of(cls, adapter: Any) -> Offer:
-        """Validate an adapter and return its offer.
-
-        Raises:
-            TypeError: If it has none of the functions, or an attribute is of the wrong kind.
-            ValueError: If an attribute has an unknown value.
-        """
+        """Validate an adapter and return its offer; an offer is returned as it is."""
         if isinstance(adapter, Offer):
             return adapter
         functions = {name: getattr(adapter, name) for name in FUNCTIONS if callable(getattr(adapter, name, None))}
@@ -157,48 +151,26 @@ class Offer:
         dtype = checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
         contract = named(getattr(adapter, "contract", "exact")).name
         declared = getattr(adapter, "features", None)
+        if isinstance(declared, str):
+            raise TypeError(f"features must be a collection of strings, got the string {declared!r}")
         if declared is not None:
-            if isinstance(declared, str):
-                raise TypeError(f"features must be a collection of strings, got the string {declared!r}")
             declared = frozenset(checks.one_of("features", feature, tuple(FEATURES)) for feature in declared)
         tolerance = getattr(adapter, "tolerance", None)
         tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else checks.non_negative_number("tolerance", tolerance)
-        return cls(adapter, name, dtype, contract, tolerance, declared, functions)
+        return cls(name, dtype, contract, tolerance, declared, functions)
 
     @property
-    def judged(self) -> str:
-        """The name of the function whose parameters and calls are used to detect features."""
+    def main(self) -> str:
+        """The name of the function whose calls are used to detect features."""
         return next((x for x in ("attention", "attention_grad", "bias") if x in self.functions), "decode_step")
 
-    @property
-    def unknown(self) -> list[str]:
-        """Names of that function's optional parameters that the kit never passes."""
-        known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
-        known |= {"distance", "law"}
-        # Parameters with a default: the kit may leave them out.
-        parameters = _parameters(self.functions.get(self.judged)) or {}
-        return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
-
-    @property
-    def possible(self) -> frozenset[str]:
-        """The declared features; if none are declared, the features that its parameters allow."""
-        found = set(FEATURES if self.declared is None else self.declared)
-        if "wrt" not in (_parameters(self.functions.get("attention_grad")) or {}):
-            found.discard("some_gradients")  # **kwargs does not count as a parameter wrt
-        if self.declared is None:
-            # Without a declaration: no silent features, and no features without a parameter.
-            found -= TO_DECLARE
-            found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
-        return frozenset(found)
-
-    def offered_by(self, function: str, features: frozenset[str]) -> frozenset[str]:
-        """Return the features that one function of the adapter offers: all of them, if they are declared."""
-        parameters = _parameters(self.functions.get(function))
-        if self.declared is not None or function not in ("attention_grad", "bias") or parameters is None:
-            return features
-        if _takes_any(parameters):
-            return features  # it takes the same arguments as attention
-        return features - {feature for feature, parameter in _PARAMETERS.items() if parameter not in parameters}
+    def features_of(self, function: str) -> frozenset[str]:
+        """Return the features of a function: the declared ones, or else those that its parameters allow."""
+        found = self.declared
+        if found is None:
+            allowed = {x for x in FEATURES if x not in _PARAMETERS or self.takes(function, _PARAMETERS[x])}
+            found = frozenset(allowed - TO_DECLARE)
+        return found if self.takes("attention_grad", "wrt") else found - {"some_gradients"}
 
     def takes(self, function: str, parameter: str) -> bool:
         """Return whether a function accepts a parameter of that name; True if its signature is unknown."""
@@ -207,17 +179,11 @@ class Offer:
         parameters = _parameters(self.functions[function])
         if parameters is None or parameter in parameters:
             return True
-        return _takes_any(parameters) and (self.declared is not None or parameter in _BASE)
-
-    def arranged(self, function: str, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return options split into positional arguments, for parameters without names, and keyword arguments."""
-        parameters = _parameters(self.functions[function]) or {}
-        kinds = {x.kind for x in parameters.values()}
-        # Positional-only parameters, as of some built-in functions.
-        by_position = [name for name, x in parameters.items() if x.kind == x.POSITIONAL_ONLY and name in options]
-        if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
-            by_position += [name for name in (*_BASE, "cache") if name in options and name not in parameters]
-        return [options[name] for name in by_position], {k: x for k, x in options.items() if k not in by_position}
+        if parameter == "wrt" or not any(x.kind == x.VAR_KEYWORD for x in parameters.values()):
+            return False
+        # Without a declaration, **kwargs of attention is for base arguments; that of attention_grad, as in attention.
+        is_like_attention = function == "attention_grad" and self.takes("attention", parameter)
+        return self.declared is not None or parameter in _BASE or is_like_attention
 
     @property
     def has_slopes(self) -> bool:
@@ -225,15 +191,8 @@ class Offer:
         return any(self.takes(function, "slopes") for function in ("attention", "attention_grad", "decode_step"))
 
 
-def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether there is a parameter ``*args`` or ``**kwargs``."""
-    return any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
-
-
-def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter] | None:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     """Return a function's parameters; None if they are unknown, as for built-in functions."""
-    if function is None:
-        return None
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

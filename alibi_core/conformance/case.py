@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -12,9 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from alibi_core.conformance.adapter import FEATURES
 from alibi_core.conformance.data import DATA, STEEP
-from alibi_core.conformance.oracle import Answer, Attention, Rules, penalties, rounded, summed_over_batch
-from alibi_core.conformance.reference import TENSORS, Values
+from alibi_core.conformance.oracle import (
+    Answer,
+    Attention,
+    distances,
+    largest_bias,
+    masked_bias,
+    rounded,
+    summed_over_batch,
+)
+from alibi_core.conformance.reference import TENSORS, Computation, Values, compute_bias
 
 FAR, PER_BATCH = 1_000_000, -1_000_000
 FORMS = ("causal", "symmetric", "asymmetric", "clamped")
@@ -80,7 +90,7 @@ class Case:
     scaling: float | None = None  # the scale; None for the default
     cotangent: str = "random"  # or another name in COTANGENTS
     wrt: tuple[str, ...] | None = None  # names of the gradients to compute; None for all
-    points: tuple[str, str, str] | None = None  # one of POINTS, a distance, and a law
+    points: tuple[str, str, str] | None = None  # one of POINTS, or "indices"; a distance, and a law
 
     def __str__(self) -> str:
         size, (q_len, kv_len) = self.sizes, self.sizes.lengths
@@ -101,19 +111,13 @@ class Case:
         words += [f"gradients of {' and '.join(self.wrt)} alone"] if self.wrt is not None else []
         return ", ".join([*words, f"seed {self.seed}"])
 
-    def with_tensors(self, **tensors: Values) -> Case:
-        """Return the case with other queries, keys or values, of any length; arguments follow the new lengths."""
-        arrays = self.arrays | tensors
+    def with_arrays(self, **arrays: Values) -> Case:
+        """Return the case with other tensors, of any length, or slopes, and the same arguments."""
+        arrays = self.arrays | arrays
         lengths = arrays["query"].shape[2], arrays["key"].shape[2]
         case = dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, lengths=lengths))
-        case.__dict__["arrays"] = arrays  # cached_property reads its value here
+        case.__dict__.update(arguments=self.arguments, arrays=arrays)  # cached_property reads its value here
         return case
-
-    def with_arrays(self, **arrays: Values) -> Case:
-        """Return the case with other tensors or slopes and the same arguments."""
-        changed = self.with_tensors(**arrays)
-        changed.__dict__["arguments"] = self.arguments
-        return changed
 
     def with_arguments(self, form: str, arguments: dict[str, Any]) -> Case:
         """Return the case with these arguments of ``attention`` instead of drawn ones."""
@@ -155,6 +159,19 @@ class Case:
         """The scale of scores: ``scaling``, or the default."""
         return float(self.sizes.head_dim**-0.5 if self.scaling is None else self.scaling)
 
+    @property
+    def features(self) -> frozenset[str]:
+        """The features that an attention must offer to compute the case, all but ``"nowhere"``."""
+        call = Computation((), {}, *(self.arrays[name] for name in (*TENSORS, "slopes")), **self.arguments)
+        found = call.conditions & FEATURES.keys()
+        if self.points is not None:  # positions, or a law alone
+            found |= {"points"}
+        if np.ndim(self.arguments.get("q_offset", 0)):
+            found |= {"offset", "batch_offsets"}
+        elif abs(int(call.q_offset.max(initial=0))) >= FAR:
+            found |= {"far"}
+        return frozenset(found | {"empty"} if 0 in self.sizes.lengths else found)
+
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``attention``, as NumPy arrays."""
@@ -178,10 +195,13 @@ class Case:
             arguments["scale"] = self.scaling
         if self.points is not None:
             kind, arguments["distance"], arguments["law"] = self.points
-            arguments["positions"] = tuple(POINTS[kind](rng, (batch, n)) for n in (q_len, kv_len))
+            if kind != "indices":
+                arguments["positions"] = tuple(POINTS[kind](rng, (batch, n)) for n in (q_len, kv_len))
         if self.packing is not None:
             # Sorted ids make contiguous segments.
             ids = np.sort(rng.integers(0, 3, size=(batch, q_len + kv_len)), axis=-1).astype(np.int32)
+            if self.packing == "mixed":  # arbitrary ids in any order
+                ids = rng.choice(np.asarray([2, -7, 7, 2 + 2**16], np.int32), ids.shape)
             # The same ids for all batch entries, [length].
             if self.packing == "one row":
                 ids = ids[0]
@@ -206,14 +226,12 @@ class Case:
         batch = self.sizes.batch
         return tuple(np.array(np.broadcast_to(x, (batch, x.shape[-1]))) for x in (q_ids, kv_ids))  # type: ignore
 
-    def rules(self, slopes: Values) -> Rules:
-        """Return the arguments for the oracle, defaults filled in."""
-        others = ("scale", "allow_negative_slopes")
-        arguments = {name: value for name, value in self.arguments.items() if name not in others}
-        ids = arguments.pop("segment_ids", None)
-        q_ids, kv_ids = ids if isinstance(ids, tuple) else (ids, ids)
-        arguments.setdefault("q_offset", self.sizes.lengths[1] - self.sizes.lengths[0])
-        return Rules(slopes, q_segment_ids=q_ids, kv_segment_ids=kv_ids, **arguments)
+    def call(self, dtype: str) -> dict[str, Any]:
+        """Return the arguments of the reference, rounded to ``dtype``."""
+        arguments = {name: x for name, x in self.arguments.items() if name != "allow_negative_slopes"}
+        arguments |= {name: rounded(self.arrays[name], dtype) for name in TENSORS}
+        slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
+        return arguments | {"slopes": slopes, "grad_output": rounded(self.arrays["cotangent"], dtype)}
 
     def exact(self, dtype: str, *, counted_from_anywhere: bool = False) -> Attention:
         """Return the problem in float64, on inputs rounded to ``dtype``.
@@ -223,17 +241,10 @@ class Case:
             counted_from_anywhere: Whether the budget allows a bias that is counted from any token of the row, not from
                 the nearest key.
         """
-        tensors = {name: rounded(self.arrays[name], dtype) for name in TENSORS}
-        slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
-        rules, shape = self.rules(slopes), (self.sizes.batch, self.num_heads, *self.sizes.lengths)
-        largest = rules.largest_bias(*shape) if counted_from_anywhere else None
-        return Attention(**tensors, bias=penalties(rules, *shape), scale=self.scale, dtype=dtype, largest_bias=largest)
-
-    def call(self, dtype: str) -> dict[str, Any]:
-        """Return the arguments of the reference, rounded to ``dtype``."""
-        tensors = {name: rounded(self.arrays[name], dtype) for name in TENSORS}
-        slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
-        return {**tensors, "slopes": slopes, "grad_output": rounded(self.arrays["cotangent"], dtype), **self.arguments}
+        c = Computation((), {}, **self.call(dtype))
+        bias, scale = masked_bias(c), self.scale
+        largest = largest_bias(c) if counted_from_anywhere else None
+        return Attention(c.query, c.key, c.value, bias=bias, scale=scale, dtype=dtype, largest_bias=largest)
 
     def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
         """Return the exact gradients by query, key, value, slopes and future slopes.
@@ -244,11 +255,10 @@ class Case:
             problem: The problem to differentiate. Default: the result of :meth:`exact`.
         """
         problem = self.exact(dtype) if problem is None else problem
-        cotangent = rounded(self.arrays["cotangent"], dtype)
-        shape = (self.sizes.batch, self.num_heads, *self.sizes.lengths)
-        answers: dict[str, Answer] = {}
-        for name, distances in self.rules(np.zeros(self.num_heads)).distances(*shape).items():
-            found = problem.gradients_without(share, cotangent, distances)
+        c, answers = Computation((), {}, **self.call(dtype)), dict[str, Answer]()
+        compute_bias(c)
+        for name, multiplied in distances(c).items():
+            found = problem.gradients_without(share, c.grad_output, multiplied)
             answer = found.pop("slopes")
             answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
         return answers
@@ -273,23 +283,26 @@ def _structured(kind: str, cotangent: Values) -> Values:
 
 
 SMALL = 64  # up to this many elements, more seeds are tried: a slope of 0 or a single key hides mistakes
-# By option of a case: the feature that it needs, its values, and the values for thorough checks.
-OPTIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
-    "q_offset": ("offset", (-3, 0, 4, 13), tuple(range(-3, 14))),  # before the first key to beyond the last
-    "window_size": ("window", (0, 1, 4), tuple(range(7))),
-    "packing": ("segments", ("pair", "same", "one row"), ("pair", "same", "one row")),
-    "masking": ("mask", ("by query", "by key", "by head"), ("by query", "by key", "by head")),
-    "scaling": ("scale", (0.25, 1.0, 2.0**-5, 0.0), (0.25, 1.0, 2.0**-5, 0.0)),
-    "slopes_per_batch": ("batch_slopes", (True,), (True,)),
+# By option of a case: its values, and the values for dense draws if these are others.
+OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "q_offset": ((-3, 0, 4, 13, FAR, PER_BATCH), (*range(-3, 14), FAR, PER_BATCH)),
+    "window_size": ((0, 1, 4), tuple(range(7))),
+    "packing": (("pair", "same", "one row", "mixed"), ()),
+    "masking": (("by query", "by key", "by head"), ()),
+    "scaling": ((0.25, 1.0, 2.0**-5, 0.0), ()),
+    "slopes_per_batch": ((True,), ()),
 }
 Choose = Callable[[Sequence[Any]], Any]
 
 
-def option_values(features: Collection[str], *, is_dense: bool = False) -> dict[str, tuple[Any, ...]]:
+@functools.cache
+def option_values(features: frozenset[str], *, is_dense: bool = False) -> dict[str, tuple[Any, ...]]:
     """Return the values of the options that these features allow."""
-    found = {name: dense if is_dense else few for name, (feature, few, dense) in OPTIONS.items() if feature in features}
-    if "q_offset" in found:
-        found["q_offset"] += (FAR,) * ("far" in features) + (PER_BATCH,) * ("batch_offsets" in features)
+    size, found = Sizes(2, 1, 1, (1, 99), 1), dict[str, tuple[Any, ...]]()  # no q_offset of OPTIONS is its default
+    for name, (few, dense) in OPTIONS.items():
+        values = dense if is_dense and dense else few
+        allowed = tuple(x for x in values if Case(size, **{name: x}).features <= features | {"lengths"})
+        found |= {name: allowed} if allowed else {}
     return found
 
 
@@ -304,7 +317,7 @@ def draw_case(
 ) -> Case:
     """Draw a case: each option that features allow with probability 1/2, and one value each of ``more``."""
     options = {"form": choose(forms)} | {name: choose(values) for name, values in more.items()}
-    for name, values in option_values(features, is_dense=is_dense).items():
+    for name, values in option_values(frozenset(features), is_dense=is_dense).items():
         if choose((False, True)):
             options[name] = choose(values)
     return Case(choose(sizes), **options)

@@ -1,7 +1,7 @@
 """The laws of ALiBi: each is a family of cases, the smallest first, in which results must be exact to rounding.
 
-The law ``combined`` would find most mistakes. Laws of single features exist so that a report says which feature is
-wrong, with a counterexample that uses no other feature.
+Cases that need a feature which the adapter lacks are passed over. The law ``combined`` would find most mistakes. Laws
+of single features exist so that a report says which feature is wrong, with a counterexample that uses no other feature.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 import alibi_core
 from alibi_core._slopes import slope_values
 from alibi_core.conformance.adapter import MOST_TOKENS
-from alibi_core.conformance.caller import CallError, DepartureError, decoded
+from alibi_core.conformance.caller import GRADIENTS, CallError, DepartureError, decoded
 from alibi_core.conformance.case import COTANGENTS, FORMS, PER_BATCH, SMALL, Case, Sizes, draw_case, option_values
 from alibi_core.conformance.data import DATA
-from alibi_core.conformance.oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
-from alibi_core.conformance.reference import TENSORS
+from alibi_core.conformance.oracle import UNIT_ROUNDOFF, Answer
+from alibi_core.conformance.reference import TENSORS, make_bias
 from alibi_core.conformance.trial import Trial
 
 # Few sizes, because compiling each takes long, the smallest first; in most, all axes have different lengths.
@@ -34,7 +34,6 @@ SQUARE = PLAIN[-1]
 FEWER, MORE = Sizes(2, 2, 1, (5, 11), 3), Sizes(2, 3, 1, (11, 5), 3)
 UNEQUAL = (Sizes(1, 1, 1, (1, 2), 1), Sizes(2, 5, 1, (1, 13), 2), FEWER, MORE)
 GROUPED = (Sizes(1, 2, 2, (2, 2), 1), Sizes(2, 1, 2, (7, 7), 3), Sizes(1, 3, 2, (7, 7), 8))
-UNEQUAL_GROUPED = (Sizes(2, 3, 2, (5, 11), 3),)
 # Long enough for several blocks of 64 keys or more, and for horizons shorter than the row.
 LONG = Sizes(2, 3, 1, (150, 150), 4)
 LONGER = (
@@ -50,8 +49,7 @@ BIAS_SIZES = (
 )
 
 
-Check = Callable[[Trial], None]
-Cases = Callable[[Trial], Iterable[Case]]
+Check = Callable[[Trial], Any]
 
 
 @dataclass(frozen=True)
@@ -65,25 +63,26 @@ class Law:
     check: Check
 
 
-def law(function: str, *needs: str) -> Callable[[Check], Law]:
-    """Return a decorator that turns a check into a law; its name and docstring become the law's name and statement."""
+def holding(hold: Callable[[Trial, Case], None], cases: Callable[[Trial], Iterable[Case]]) -> Check:
+    """Return a check of all cases that the adapter offers, each by ``hold``."""
 
-    def made(check: Check) -> Law:
-        return Law(check.__name__, (check.__doc__ or "").rstrip("."), function, frozenset(needs), check)
-
-    return made
-
-
-def law_of_cases(hold: Callable[[Trial, Case], None], function: str, *needs: str) -> Callable[[Cases], Law]:
-    """Return a decorator that turns a generator of cases into a law; ``hold`` checks one case."""
-
-    def made(cases: Cases) -> Law:
-        @functools.wraps(cases)
-        def check(trial: Trial) -> None:
-            for case in cases(trial):
+    def check(trial: Trial) -> None:
+        for case in cases(trial):
+            if trial.offers(case):
                 hold(trial, case)
 
-        return law(function, *needs)(check)
+    return check
+
+
+def law(function: str, *needs: str, hold: Any = None) -> Callable[[Callable[[Trial], Any]], Law]:
+    """Return a decorator that turns a check, or with ``hold`` a generator of cases, into a law.
+
+    Its name and docstring become the law's name and statement.
+    """
+
+    def made(body: Callable[[Trial], Any]) -> Law:
+        check = body if hold is None else holding(hold, body)
+        return Law(body.__name__, (body.__doc__ or "").rstrip("."), function, frozenset(needs), check)
 
     return made
 
@@ -104,9 +103,8 @@ def slopes_error(trial: Trial, num_heads: int) -> float:
     """Return the relative error budget of slopes.
 
     The power may be off by about one unit in the last place, and its storage by another. Exponents that are not dyadic
-    are rounded first, by up to ``u`` times their size, which is at most 8. In float64 the base may be rounded before it
-    is raised to powers of up to ``2 * num_heads``; rounding to float32 hides that. In float32 only BLOOM's contract
-    rounds the base.
+    are rounded first, by up to ``u`` times their size, at most 8. In float64 the base may be rounded before it is
+    raised to powers of up to ``2 * num_heads``; in float32 only BLOOM's contract rounds it.
     """
     contract = trial.offer.contract
     if trial.offer.dtype == "float64" and contract in ("exact", "geometric"):
@@ -118,8 +116,7 @@ def bias_answer(trial: Trial, num_heads: int, q_len: int, kv_len: int, is_causal
     """Return the exact bias; the budget allows rounding of slopes, of their product with distances, and of storage."""
     contract = trial.offer.contract
     if contract in ("exact", "geometric"):
-        rules = Rules(np.asarray(slope_values(num_heads, contract=contract)), kv_len - q_len, is_causal)
-        exact = penalties(rules, 1, num_heads, q_len, kv_len)[0]
+        exact = make_bias((), np.asarray(slope_values(num_heads, contract=contract)), q_len, kv_len, is_causal)
     else:
         exact = np.asarray(alibi_core.bias(num_heads, q_len, kv_len, contract=contract), np.float64)
     relative = slopes_error(trial, num_heads) + 2 * UNIT_ROUNDOFF[trial.offer.dtype]
@@ -128,9 +125,7 @@ def bias_answer(trial: Trial, num_heads: int, q_len: int, kv_len: int, is_causal
 
 def check_bias(trial: Trial, *, is_causal: bool) -> None:
     """Check the bias for several sizes."""
-    rng = random.Random(trial.seed)
-    drawn = [(rng.choice([1, 2, 3, 8, 12]), rng.randint(1, 17), rng.randint(1, 17)) for _ in range(trial.examples)]
-    for num_heads, q_len, kv_len in (*BIAS_SIZES, *(drawn if trial.is_thorough else ())):
+    for num_heads, q_len, kv_len in BIAS_SIZES:
         q_len = q_len if "lengths" in trial.features else kv_len
         actual = trial.caller.bias(num_heads, q_len, kv_len, is_causal)
         answer = bias_answer(trial, num_heads, q_len, kv_len, is_causal)
@@ -152,37 +147,17 @@ def symmetric_bias(trial: Trial) -> None:
 
 # --- Attention, feature by feature ------------------------------------------------------------------------------------
 
-attention_law = functools.partial(law_of_cases, Trial.attention, "attention")
-nowhere_law = functools.partial(law_of_cases, functools.partial(Trial.attention, nowhere=True), "attention")
+attention_law = functools.partial(law, "attention", hold=Trial.attention)
+nowhere_law = functools.partial(law, "attention", hold=functools.partial(Trial.attention, nowhere=True))
 
 
-def forms_of(trial: Trial) -> tuple[str, ...]:
-    """Return the forms of attention that the adapter offers: causal, symmetric and so on."""
-    forms = FORMS if "asymmetric" in trial.features else FORMS[:2]
-    return forms if "symmetric" in trial.features else FORMS[:1]
-
-
-def packed(case: Case, form: str, ids: tuple[int, ...]) -> Case:
-    """Return a case whose row has runs of these segment ids, shifted by one token per batch entry."""
-    runs = np.repeat(ids, -(-case.sizes.lengths[1] // len(ids)))[: case.sizes.lengths[1]]
-    rows = np.stack([np.roll(runs, entry) for entry in range(case.sizes.batch)]).astype(np.int32)
-    is_causal = {"is_causal": False} if form == "symmetric" else {}
-    return case.with_arguments(form, {"segment_ids": rows, **is_causal})
-
-
-def further_cases(feature: str, trial: Trial) -> Iterator[Case]:
+def further_cases(feature: str) -> Iterator[Case]:
     """Yield additional cases of a feature, beside the values of its option."""
     case = Case(SQUARE)
     if feature == "causal":  # heads without a slope among others
         yield case.with_arrays(slopes=np.asarray([0.0, 0.25, 0.0]))
     if feature == "offset":  # before all keys; one for each batch entry; and 0, which code may take for "not given"
-        yield Case(SQUARE, q_offset=-3)
-        yield from [Case(SQUARE, q_offset=PER_BATCH)] * ("batch_offsets" in trial.features)
-        yield from [Case(FEWER, q_offset=0)] * ("lengths" in trial.features)
-    if feature == "segments":  # arbitrary ids; a segment continues after others
-        yield from (
-            packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 7, 2 + 2**16, -7)) for form in forms_of(trial)[:2]
-        )
+        yield from (Case(SQUARE, q_offset=-3), Case(SQUARE, q_offset=PER_BATCH), Case(FEWER, q_offset=0))
     if feature == "mask":  # a masked key whose score is about 30,000 above the others
         query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
         shown = np.ones((2, 1, 1, 7), dtype=bool)
@@ -191,15 +166,19 @@ def further_cases(feature: str, trial: Trial) -> Iterator[Case]:
 
 
 POINT_CASES = (
-    ("line", "manhattan", "linear"),
-    ("times", "manhattan", "log"),
-    ("times", "manhattan", "sqrt"),
-    ("grid", "manhattan", "linear"),
-    ("grid", "euclidean", "linear"),
-    ("grid", "chebyshev", "log"),
-    ("space", "euclidean", "sqrt"),
-    ("class token", "euclidean", "linear"),
-    ("class token", "chebyshev", "linear"),
+    *(
+        Case(SQUARE, form, points=points)
+        for points in (("line", "manhattan", "linear"), ("times", "manhattan", "log"), ("times", "manhattan", "sqrt"))
+        for form in FORMS[:2]
+    ),
+    Case(SQUARE, "symmetric", points=("grid", "manhattan", "linear")),
+    Case(SQUARE, "symmetric", points=("grid", "euclidean", "linear")),
+    Case(SQUARE, "symmetric", points=("grid", "chebyshev", "log")),
+    Case(SQUARE, "symmetric", points=("space", "euclidean", "sqrt")),
+    Case(SQUARE, "symmetric", points=("class token", "euclidean", "linear")),
+    Case(SQUARE, "symmetric", points=("class token", "chebyshev", "linear")),
+    Case(FEWER, points=("times", "manhattan", "linear")),
+    Case(SQUARE, points=("times", "manhattan", "linear"), masking="by query"),
 )
 CAUSAL, SYMMETRIC, AHEAD = FORMS[:1], FORMS[1:2], FORMS[2:]
 BOTH = CAUSAL + SYMMETRIC
@@ -214,22 +193,21 @@ def feature_law(
     """Return the law of a feature, which tries all values of its option; it needs the feature unless ``"causal"``."""
 
     def cases(trial: Trial) -> Iterator[Case]:
-        own = {feature} | (trial.features & {"batch_offsets", "far"} if feature == "offset" else set())
-        options = option_values(own) or {"seed": (0,)}
-        offered = [form for form in forms if form in forms_of(trial)]
-        values = [{"form": form, name: x} for form in offered for name, found in options.items() for x in found]
-        has_unequal = "lengths" in trial.features and feature not in ("causal", "grouped", "lengths")
-        ordered = sorted(sizes + UNEQUAL * has_unequal, key=lambda x: x.elements)
+        own = {feature, "batch_offsets", "far"} if feature == "offset" else {feature}
+        options = option_values(frozenset(own) & trial.features) or {"seed": (0,)}
+        values = [{"form": form, name: x} for form in forms for name, found in options.items() for x in found]
+        values = [x for x in values if trial.offers(Case(SQUARE, **x))]
+        tried = sizes + UNEQUAL * (feature not in ("causal", "grouped", "lengths"))
+        ordered = sorted((x for x in tried if trial.offers(Case(x))), key=lambda x: x.elements)
         # Small sizes are tried with every value. Larger sizes share the values among them, to save compilation.
         small, large = ([x for x in ordered if (x.elements <= SMALL) is is_small] for is_small in (True, False))
         yield from trial.seeded(Case(size, **x) for size in small for x in values)
         number = max(len(large), len(values))
         yield from trial.seeded(Case(large[i % len(large)], **values[i % len(values)]) for i in range(number))
-        yield from further_cases(feature, trial)
+        yield from further_cases(feature)
 
-    cases.__name__, cases.__doc__ = feature, statement
     needs = {feature} - {"causal"} | ({"symmetric"} if feature == "asymmetric" else set())
-    return attention_law(*needs)(cases)
+    return Law(feature, statement, "attention", frozenset(needs), holding(Trial.attention, cases))
 
 
 # fmt: off
@@ -254,51 +232,23 @@ FEATURE_LAWS = (
 @attention_law("points")
 def points(trial: Trial) -> Iterator[Case]:
     """Between positions, slopes multiply the law of the distance, and a token without a position is near all others."""
-    yield from trial.seeded(point_cases(trial))
-
-
-def point_cases(trial: Trial) -> Iterator[Case]:
-    """Yield cases of positions of the caller's own: each kind, distance and law, the plainest first."""
-    symmetric = forms_of(trial)[:2][-1:]  # the only form there is in space
-    for kind, distance, law in POINT_CASES:
-        is_on_line = kind in ("line", "times")
-        for form in CAUSAL + symmetric if is_on_line else symmetric:
-            if is_on_line or form != "causal":
-                yield Case(SQUARE, form, points=(kind, distance, law))
-    if "lengths" in trial.features:
-        yield Case(FEWER, points=("times", "manhattan", "linear"))
-    if "mask" in trial.features:
-        yield Case(SQUARE, points=("times", "manhattan", "linear"), masking="by query")
+    yield from trial.seeded(POINT_CASES)
 
 
 @attention_law()
 def combined(trial: Trial) -> Iterator[Case]:
     """All features that are offered work together."""
-    sizes = PLAIN[1:] + UNEQUAL[1:] * ("lengths" in trial.features) + GROUPED[1:] * ("grouped" in trial.features)
-    sizes += UNEQUAL_GROUPED * ({"lengths", "grouped"} <= trial.features)
-    yield from trial.drawn(sizes, forms_of(trial), trial.features)
+    yield from trial.drawn((*PLAIN[1:], *UNEQUAL[1:], *GROUPED[1:], Sizes(2, 3, 2, (5, 11), 3)))
     # Pairs of features that mask keys: a key is masked if either masks it.
-    hiding: dict[str, dict[str, Any]] = {
-        "window": {"window_size": 3},
-        "segments": {"packing": "pair"},
-        "mask": {"masking": "by query"},
-    }
-    for one, other in itertools.combinations([x for name, x in hiding.items() if name in trial.features], 2):
-        for form in forms_of(trial)[:2]:
-            yield Case(Sizes(2, 3, 1, (13, 13), 5), form, **(one | other))
-    if {"grouped", "mask"} <= trial.features:
-        yield Case(GROUPED[-1], masking="by head")
+    hiding: list[dict[str, Any]] = [{"window_size": 3}, {"packing": "pair"}, {"masking": "by query"}]
+    for one, other in itertools.combinations(hiding, 2):
+        yield from (Case(Sizes(2, 3, 1, (13, 13), 5), form, **(one | other)) for form in FORMS[:2])
+    yield Case(GROUPED[-1], masking="by head")
     # All axes of one length, for implementations that recognise axes by their lengths.
-    yield Case(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None)
+    yield from (Case(Sizes(3, 3, 1, (3, 3), 3), masking=masking) for masking in ("by head", None))
 
 
 # --- Attention where it is hard ---------------------------------------------------------------------------------------
-
-
-def long_sizes(trial: Trial) -> tuple[Sizes, ...]:
-    """Return the sizes with rows of several blocks that the adapter's features allow."""
-    found = [x for x in LONGER if x.lengths[0] == x.lengths[1] or "lengths" in trial.features]
-    return (LONG, *(x for x in found if x.group == 1 or "grouped" in trial.features))
 
 
 def even_case(trial: Trial, form: str = "causal", **options: Any) -> Case:
@@ -314,23 +264,20 @@ def long(trial: Trial) -> Iterator[Case]:
     for n in (63, 64, 65, 127, 128, 129):  # around the ends of blocks
         yield large_case(Sizes(1, 1, 1, (n, n), 4), trial.seed)
     yield from (Case(LONG, data=name) for name in DATA)
-    yield from (Case(sizes) for sizes in long_sizes(trial)[1:])
-    if "segments" in trial.features:  # for some queries the first blocks are fully masked, for others middle blocks
-        yield Case(LONG, packing="same")
-        yield packed(even_case(trial), "causal", (5, -1, 5))
-    if "scale" in trial.features:
-        yield Case(LONG, scaling=0.0625, seed=trial.seed)
+    yield from (Case(sizes) for sizes in LONGER)
+    # Segments: for some queries the first blocks are fully masked, for others middle blocks.
+    yield Case(LONG, packing="same")
+    ids = np.repeat(np.asarray([[5, -1, 5]] * 2, np.int32), 50, axis=1)
+    yield even_case(trial).with_arguments("causal", {"segment_ids": ids})
+    yield Case(LONG, scaling=0.0625, seed=trial.seed)
     # Masks and windows must apply in all blocks. Slopes are so flat that every key matters.
-    for form in forms_of(trial)[:2]:
-        for name in ("by query", "by key", "by head") if "mask" in trial.features else ():
-            yield even_case(trial, form, masking=name)
-        for window_size in (63, 64, 100) if "window" in trial.features else ():
-            yield even_case(trial, form, window_size=window_size)
+    for form in FORMS[:2]:
+        yield from (even_case(trial, form, masking=name) for name in ("by query", "by key", "by head"))
+        yield from (even_case(trial, form, window_size=n) for n in (63, 64, 100))
     # All scores are around -200: exp underflows unless the row's maximum is subtracted.
     case = Case(LONG)
     yield case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10)
-    uses = trial.features & {"offset", "segments"}
-    yield from trial.drawn(long_sizes(trial), forms_of(trial), uses, 0.5, data=("normal", *DATA))
+    yield from trial.drawn((LONG, *LONGER), 0.5, frozenset({"offset", "segments"}), data=("normal", *DATA))
 
 
 # Kernels change paths beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features, 256, 512, 1024, 2048 tokens,
@@ -358,12 +305,11 @@ LARGE_GRADIENTS = (
 
 
 def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
-    """Yield cases of the sizes that the adapter's features allow."""
+    """Yield cases of these sizes; without grouped heads, with as many key/value heads as query heads."""
     for sizes in all_sizes:
-        if sizes.group > 1 and "grouped" not in trial.features:
+        if "grouped" not in trial.features:
             sizes = dataclasses.replace(sizes, num_kv_heads=sizes.num_kv_heads * sizes.group, group=1)
-        if sizes.lengths[0] == sizes.lengths[1] or "lengths" in trial.features:
-            yield large_case(sizes, trial.seed)
+        yield large_case(sizes, trial.seed)
 
 
 def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
@@ -382,8 +328,8 @@ def large(trial: Trial) -> Iterator[Case]:
     yield from large_cases(trial, LARGE + (LARGEST,) * trial.is_thorough)
     form = "symmetric" if "symmetric" in trial.features else "causal"
     yield large_case(LARGE_GRADIENTS[-1], trial.seed, form)
-    if "mask" in trial.features:  # kernels may skip padding for each text, or for texts of equal length together
-        yield Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed)
+    # Kernels may skip padding for each text, or for texts of equal length together.
+    yield Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed)
 
 
 @attention_law()
@@ -402,54 +348,55 @@ def precision(trial: Trial) -> Iterator[Case]:
     key = np.concatenate([case.arrays["key"][..., :32] / 8 + 4, case.arrays["key"][..., 32:] / 8 - 4], axis=-1)
     tensors = {"query": case.arrays["query"] * 0 + 2, "key": key, "value": np.resize([0.0, 1.0], key.shape)}
     yield case.with_arrays(**tensors, slopes=np.zeros(1))
-    if {"lengths", "offset"} <= trial.features:
-        # Adjacent far keys get equal weights if a step of the bias is lost; their ratio should be exp(1/2).
-        value = np.resize([0.0, 1.0], 4096)[None, None, :, None]
-        tensors = {"query": np.zeros((1, 1, 1, 1)), "key": value * 0, "value": value}
-        far = Case(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
-        yield far.with_arrays(**tensors, slopes=np.asarray([0.5]))
-        # A sum of 4,096 equal weights stops growing in low precision.
-        yield far.with_arrays(**tensors | {"value": value * 0 + 1}, slopes=np.zeros(1))
+    # Adjacent far keys get equal weights if a step of the bias is lost; their ratio should be exp(1/2).
+    value = np.resize([0.0, 1.0], 4096)[None, None, :, None]
+    tensors = {"query": np.zeros((1, 1, 1, 1)), "key": value * 0, "value": value}
+    far = Case(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
+    yield far.with_arrays(**tensors, slopes=np.asarray([0.5]))
+    # A sum of 4,096 equal weights stops growing in low precision.
+    yield far.with_arrays(**tensors | {"value": value * 0 + 1}, slopes=np.zeros(1))
 
 
 @nowhere_law("nowhere")
 def nowhere(trial: Trial) -> Iterator[Case]:
     """A query that sees no key gives zeros."""
-    cases: list[tuple[dict[str, Any], Sizes]] = []
-    if "lengths" in trial.features:
-        cases += [({}, Sizes(1, 1, 1, (2, 1), 1)), ({}, MORE)]
-    if "offset" in trial.features:
-        cases += [({"q_offset": -2}, PLAIN[0]), ({"q_offset": -9}, SQUARE)]
-        cases += [({"q_offset": 20, "window_size": 3}, SQUARE)] * ("window" in trial.features)
-    if "mask" in trial.features:
-        shown = np.ones((2, 1, 7, 7), dtype=bool)
-        shown[0, :, 3] = shown[1] = False
-        cases.append(({"mask": shown}, SQUARE))
-    yield from (Case(sizes, seed=1).with_arguments("causal", arguments) for arguments, sizes in cases)
+    shown = np.ones((2, 1, 7, 7), dtype=bool)
+    shown[0, :, 3] = shown[1] = False
+    cases: tuple[tuple[Sizes, dict[str, Any]], ...] = (
+        (Sizes(1, 1, 1, (2, 1), 1), {}),
+        (MORE, {}),
+        (PLAIN[0], {"q_offset": -2}),
+        (SQUARE, {"q_offset": -9}),
+        (SQUARE, {"q_offset": 20, "window_size": 3}),
+        (SQUARE, {"mask": shown}),
+    )
+    yield from (Case(sizes, seed=1).with_arguments("causal", arguments) for sizes, arguments in cases)
 
 
 @nowhere_law("empty")
 def empty(trial: Trial) -> Iterator[Case]:
     """Without queries the output is empty, without keys it is zeros, of the right shape."""
-    for lengths in ((0, 0), (0, 5), (3, 0)):
-        if lengths == (0, 0) or "lengths" in trial.features:
-            yield Case(Sizes(2, 3, 1, lengths, 5))
+    yield from (Case(Sizes(2, 3, 1, lengths, 5)) for lengths in ((0, 0), (0, 5), (3, 0)))
 
 
 @law("attention")
 def independent(trial: Trial) -> None:
     """No call depends on earlier calls: not on their slopes, their form or their data."""
     plain = Case(Sizes(2, 3, 1, (8, 8), 4), seed=trial.seed)  # sizes of no other law, so that nothing is cached
-    changes: list[tuple[str, tuple[Any, Any], str]] = [("form", (x, x), "symmetric") for x in forms_of(trial)[1:]]
-    changes += [("window_size", (1, 4), "window"), ("scaling", (0.25, 1.0), "scale"), ("q_offset", (2, 5), "offset")]
+    changes: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("form", FORMS[1:]),
+        ("window_size", (1, 4)),
+        ("scaling", (0.25, 1.0)),
+        ("q_offset", (2, 5)),
+    )
     pairs = [(plain, plain)]
-    for name, values, feature in changes:
-        if feature in trial.features:
-            one, other = (dataclasses.replace(plain, **{name: value}) for value in values)
-            pairs += [(plain, one), (one, other), (other, plain)]
-    rng = random.Random(trial.seed)
+    for name, values in changes:
+        found = [dataclasses.replace(plain, **{name: value}) for value in values]
+        found = [case for case in found if trial.offers(case)]
+        pairs += itertools.pairwise((plain, *found, plain)) if found else ()
+    rng, forms = random.Random(trial.seed), [x for x in FORMS if trial.offers(dataclasses.replace(plain, form=x))]
     options = trial.features & {"window", "scale", "offset"}
-    drawn = [draw_case(rng.choice, (plain.sizes,), forms_of(trial), options) for _ in range(10)]
+    drawn = [draw_case(rng.choice, (plain.sizes,), forms, options) for _ in range(10)]
     pairs += [(rng.choice(drawn), rng.choice(drawn)) for _ in range(trial.examples // 2)]
     for number, pair in enumerate(pairs):
         cases = [dataclasses.replace(case, seed=trial.seed + 2 * number + i) for i, case in enumerate(pair)]
@@ -467,26 +414,20 @@ def independent(trial: Trial) -> None:
 def all_gradients(trial: Trial) -> tuple[str, ...]:
     """Return the names of the gradients that the adapter offers."""
     has_slopes = "slope_gradients" in trial.features and trial.offer.takes("attention_grad", "slopes")
-    return (*TENSORS, "slopes", "future_slopes") if has_slopes else TENSORS
+    return GRADIENTS if has_slopes else TENSORS
 
 
-def hold_gradients(trial: Trial, case: Case) -> None:
-    """Check all gradients that the adapter offers in a case."""
-    trial.gradients(case, all_gradients(trial))
+def hold_gradients(trial: Trial, case: Case, names: tuple[str, ...] = ()) -> None:
+    """Check the gradients of these names in a case, by default all that the adapter offers."""
+    trial.gradients(case, names or all_gradients(trial))
 
 
-def gradients_of(*names: str) -> Callable[[Trial, Case], None]:
-    """Return a function that checks the gradients of these names in a case."""
-    return lambda trial, case: trial.gradients(case, names)
-
-
-gradient_law = functools.partial(law_of_cases, hold_gradients, "attention_grad")
+gradient_law = functools.partial(law, "attention_grad", hold=hold_gradients)
 
 
 def drawn_gradients(trial: Trial, share: float, **more: Any) -> Iterator[Case]:
     """Yield drawn short cases for gradients."""
-    sizes = PLAIN[1:] + (FEWER,) * ("lengths" in trial.features) + GROUPED[-1:] * ("grouped" in trial.features)
-    yield from trial.drawn(sizes, forms_of(trial), trial.features - {"far"}, share, **more)
+    yield from trial.drawn((*PLAIN[1:], FEWER, GROUPED[-1]), share, trial.features - {"far"}, **more)
 
 
 def short_gradients(trial: Trial) -> Iterator[Case]:
@@ -495,36 +436,32 @@ def short_gradients(trial: Trial) -> Iterator[Case]:
     yield from drawn_gradients(trial, 0.5 if "some_gradients" in trial.features else 1)
 
 
-@law_of_cases(gradients_of(*TENSORS), "attention_grad")
+@law("attention_grad", hold=functools.partial(hold_gradients, names=TENSORS))
 def gradients(trial: Trial) -> Iterator[Case]:
     """The gradients of query, key and value are exact to rounding."""
     yield from short_gradients(trial)
-    for masking in ("by query", "by key") if "mask" in trial.features else ():
-        yield Case(SQUARE, masking=masking, seed=1)
+    yield from (Case(SQUARE, masking=masking, seed=1) for masking in ("by query", "by key"))
 
 
-@law_of_cases(gradients_of("slopes", "future_slopes"), "attention_grad", "slope_gradients")
+@law("attention_grad", "slope_gradients", hold=functools.partial(hold_gradients, names=GRADIENTS[3:]))
 def slope_gradients(trial: Trial) -> Iterator[Case]:
     """The gradients of slopes, on both sides, are exact to rounding."""
     yield from short_gradients(trial)
-    if "batch_slopes" in trial.features:
-        yield Case(SQUARE, slopes_per_batch=True)
+    yield Case(SQUARE, slopes_per_batch=True)
 
 
 @gradient_law()
 def long_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding in rows of several blocks, too."""
     yield from (Case(LONG, data=name) for name in DATA)
-    yield from [Case(LONG, masking="by query")] * ("mask" in trial.features)
-    yield from [Case(LONG, window_size=64)] * ("window" in trial.features)
-    yield from [Case(LONG, packing="same")] * ("segments" in trial.features)
-    yield from trial.drawn(long_sizes(trial), forms_of(trial), (), 0.5, data=("normal", *DATA))
+    yield from (Case(LONG, masking="by query"), Case(LONG, window_size=64), Case(LONG, packing="same"))
+    yield from trial.drawn((LONG, *LONGER), 0.5, frozenset(), data=("normal", *DATA))
 
 
 @gradient_law("points")
 def point_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding between positions of the caller's own, which have none."""
-    yield from point_cases(trial)
+    yield from POINT_CASES
 
 
 @gradient_law()
@@ -550,7 +487,7 @@ def some_gradients(trial: Trial) -> Iterator[Case]:
     for wrt in asked:
         for cotangent in ("ones", "random", "one row", "one element") if len(wrt) == 1 else ("ones",):
             yield Case(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt)
-    if "asymmetric" in trial.features and "slopes" in names:
+    if "slopes" in names:
         yield Case(SQUARE, "asymmetric", seed=trial.seed, wrt=("future_slopes",))
     yield from drawn_gradients(trial, 0.25, wrt=asked, cotangent=COTANGENTS)
 
@@ -601,22 +538,14 @@ def long_decoding(trial: Trial) -> None:
 @law("decode_step", "continuations")
 def continuations(trial: Trial) -> None:
     """Two sequences may continue from one cache, as in beam search."""
-    for ends in ((1, 2, 3), (3, 5, 6), (30, 31, 50)):  # ends of the shared prefix, and of two further steps in turn
-        first, other = (Case(dataclasses.replace(SQUARE, lengths=(ends[-1],) * 2), seed=seed) for seed in (0, 1))
-        shared = {
-            name: np.concatenate([first.arrays[name][:, :, : ends[0]], other.arrays[name][:, :, ends[0] :]], axis=2)
+    for steps in ((1, 1, 1), (3, 2, 1), (30, 1, 19)):  # the shared beginning, and two further steps in turn
+        first, other = (Case(dataclasses.replace(SQUARE, lengths=(sum(steps),) * 2), seed=seed) for seed in (0, 1))
+        arrays = {
+            name: np.concatenate([first.arrays[name][:, :, : steps[0]], other.arrays[name][:, :, steps[0] :]], axis=2)
             for name in TENSORS
         }
-        both = [trial.fitted(x) for x in (first, other.with_arrays(**shared, slopes=first.arrays["slopes"]))]
-        answers = [trial.answer(x) for x in both]
-        caches: list[Any] = [None, None]
-        for start, end in itertools.pairwise((0, *ends)):
-            for number, case in enumerate(both if start else both[:1]):
-                tensors = {name: case.arrays[name][:, :, start:end] for name in TENSORS}
-                output, caches[number] = trial.caller.decode_step(tensors, case.arrays["slopes"], caches[number])
-                inputs = f"{case}, tokens {start} to {end - 1}; two sequences share the first {ends[0]}"
-                trial.compare("decode_step", inputs, output, tokens_of(answers[number], start, end), case)
-            caches = caches if start else [caches[0], caches[0]]
+        cases = [first, other.with_arrays(**arrays, slopes=first.arrays["slopes"])]
+        decode(trial, cases, [steps, steps], shares_first=True)
 
 
 def recalled(sizes: Sizes, seed: int) -> Case:
@@ -644,29 +573,25 @@ def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def tokens_of(answer: Answer, start: int, end: int) -> Answer:
-    """Return the answer for tokens ``start`` to ``end - 1``."""
-    return Answer(answer.value[:, :, start:end], answer.budget[:, :, start:end])
-
-
-def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]]) -> None:
+def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]], *, shares_first: bool = False) -> None:
     """Decode the sequences in turn, each in its steps, and compare the output of each step with the exact one."""
     cases = [trial.fitted(case) for case in cases]
-    answers = [trial.answer(case) for case in cases]
-    for number, start, end, actual, own in decoded(trial.caller, cases, steps):
+    answers = [trial.exact(case).output_without(trial.offer.tolerance) for case in cases]
+    for number, start, end, actual, own in decoded(trial.caller, cases, steps, shares_first=shares_first):
         runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
         words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)
         inputs = f"{cases[number]}, tokens {start} to {end - 1} of sequence {number}, in steps of {words}"
-        answer = tokens_of(answers[number], start, end)
+        inputs += "; all continue from the first step" if shares_first else ""
+        answer = Answer(answers[number].value[:, :, start:end], answers[number].budget[:, :, start:end])
         trial.compare("decode_step", inputs, actual, answer, cases[number], f"tokens {start}:{end}")
 
 
 # --- Conduct ----------------------------------------------------------------------------------------------------------
 
 
-def is_answered(trial: Trial, function: str, seed: int) -> bool:
+def is_answered(trial: Trial, function: str) -> bool:
     """Call a function of the adapter with a plain case, and return whether the result is right."""
-    case = Case(SQUARE, seed=seed)
+    case = Case(SQUARE, seed=trial.seed)
     calls: dict[str, Callable[[], Any]] = {
         "slopes": lambda: trial.caller.slopes(case.num_heads),
         "bias": lambda: trial.caller.bias(case.num_heads, *case.sizes.lengths, is_causal=True),
@@ -682,17 +607,14 @@ def is_answered(trial: Trial, function: str, seed: int) -> bool:
 
 @law("any")
 def conduct(trial: Trial) -> None:
-    """Calls accept arrays of any strides, leave them unchanged, and return NumPy arrays of their dtype."""
-    caller = trial.caller
-    for name in () if caller.hung else trial.offer.functions:
-        if not is_answered(trial, name, trial.seed) or name in ("slopes", "bias"):
-            continue
-        with caller.tokens_first():
-            is_right = is_answered(trial, name, trial.seed + 1)
-        if not is_right and is_answered(trial, name, trial.seed + 1):
+    """Calls accept arrays of any strides, leave them unchanged, and return arrays of their dtype."""
+    offences = trial.caller.offences
+    swapped = dataclasses.replace(trial, caller=dataclasses.replace(trial.caller, tokens_first=True))
+    for name in trial.offer.functions:
+        if is_answered(trial, name) and not is_answered(swapped, name):
             sentence = f"{name} is wrong where arrays are not contiguous: made as [batch, length, heads, head_dim]"
-            caller.offences.setdefault(f"{name} strides", f"{sentence}, with axes 1 and 2 swapped")
-    for offence in caller.offences.values():
+            offences.setdefault(f"{name} strides", f"{sentence}, with axes 1 and 2 swapped")
+    for offence in offences.values():
         raise CallError("returned", offence)
 
 

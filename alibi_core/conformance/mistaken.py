@@ -7,22 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from alibi_core._arrays import checks
+from alibi_core.conformance import reference
 from alibi_core.conformance.adapter import FEATURES, FUNCTIONS
 from alibi_core.conformance.case import Case
 from alibi_core.conformance.mistakes import CATALOGUE
 from alibi_core.conformance.oracle import rounded
-from alibi_core.conformance.reference import (
-    CONDITIONS,
-    TENSORS,
-    Active,
-    Computation,
-    Values,
-    attend,
-    decode_step,
-    differentiate,
-    make_bias,
-    make_slopes,
-)
+from alibi_core.conformance.reference import TENSORS, Active, Computation, Values
 
 
 class Mistaken:
@@ -52,12 +43,11 @@ class Mistaken:
     ) -> None:
         if unknown := set(mistakes) - set(CATALOGUE):
             raise ValueError(f"mistakes must be names of MISTAKES, got {', '.join(sorted(unknown))}")
-        if where is not None and where not in CONDITIONS:
-            raise ValueError(f"where must be one of {', '.join(CONDITIONS)}, got {where!r}")
+        if where is not None:
+            checks.one_of("where", where, tuple(reference.CONDITIONS | reference.STEP_CONDITIONS))
         self.name, self.dtype, self.features = " and ".join(mistakes) or "right", dtype, features
         if features is None:
             self.features = frozenset(FEATURES) - ({"far"} if dtype == "float64" else set())
-        # By function: the mistakes that it makes.
         made = [(CATALOGUE[name], where) for name in mistakes]
         self._made = {function: made if function in functions else [] for function in FUNCTIONS}
         self._own = np.float64 if dtype == "float64" else np.float32
@@ -65,18 +55,18 @@ class Mistaken:
 
     def slopes(self, num_heads: int) -> Values:
         """Return ``[num_heads]``."""
-        return make_slopes(self._made["slopes"], num_heads).astype(self._own)
+        return reference.make_slopes(self._made["slopes"], num_heads).astype(self._own)
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
         """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
-        slopes = make_slopes(self._made["bias"], num_heads)
-        return make_bias(self._made["bias"], slopes, q_len, kv_len, is_causal).astype(self._own)
+        slopes = reference.make_slopes(self._made["bias"], num_heads)
+        return reference.make_bias(self._made["bias"], slopes, q_len, kv_len, is_causal).astype(self._own)
 
     def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
         """Return ``[batch, num_heads, q_len, head_dim]``."""
         made, state = self._made["attention"], self._state
         with np.errstate(all="ignore"):  # a mistake may overflow, or divide by zero
-            return self._stored(attend(Computation(made, state, query, key, value, slopes, **arguments)))
+            return self._stored(reference.attend(Computation(made, state, query, key, value, slopes, **arguments)))
 
     def attention_grad(
         self,
@@ -90,7 +80,7 @@ class Mistaken:
         """Return gradients by name."""
         made, state = self._made["attention_grad"], self._state
         with np.errstate(all="ignore"):
-            found = differentiate(Computation(made, state, query, key, value, slopes, **arguments))
+            found = reference.differentiate(Computation(made, state, query, key, value, slopes, **arguments))
         kept = {name: x for name, x in found.items() if wrt is None or name in wrt}
         return {name: x.astype(self._own) if "slopes" in name else self._stored(x) for name, x in kept.items()}
 
@@ -98,7 +88,7 @@ class Mistaken:
         """Return the output of the next tokens, and all keys and values so far."""
         with np.errstate(all="ignore"):
             made, state = self._made["decode_step"], self._state
-            output, cache = decode_step(made, state, query, key, value, slopes, cache)
+            output, cache = reference.decode_step(made, state, query, key, value, slopes, cache)
         return self._stored(output), cache
 
     def _stored(self, values: Values) -> Values:
@@ -113,21 +103,21 @@ class Simulation:
 
     def slopes(self, num_heads: int) -> Values:
         """Return ``[num_heads]``."""
-        return make_slopes(self.mistakes, num_heads, self.contract)
+        return reference.make_slopes(self.mistakes, num_heads, self.contract)
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
         """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
-        return make_bias(self.mistakes, self.slopes(num_heads), q_len, kv_len, is_causal)
+        return reference.make_bias(self.mistakes, self.slopes(num_heads), q_len, kv_len, is_causal)
 
     def attention(self, case: Case) -> Values:
         """Return ``[batch, num_heads, q_len, head_dim]``."""
-        return attend(Computation(self.mistakes, self.state, **case.call(self.dtype)))
+        return reference.attend(Computation(self.mistakes, self.state, **case.call(self.dtype)))
 
     def gradients(self, case: Case) -> dict[str, Values]:
         """Return gradients by name."""
-        return differentiate(Computation(self.mistakes, self.state, **case.call(self.dtype)))
+        return reference.differentiate(Computation(self.mistakes, self.state, **case.call(self.dtype)))
 
     def decode_step(self, tensors: Mapping[str, Values], slopes: Values, cache: Any) -> tuple[Values, Any]:
         """Return the output of the next tokens, and all keys and values so far."""
         query, key, value = (rounded(tensors[name], self.dtype) for name in TENSORS)
-        return decode_step(self.mistakes, self.state, query, key, value, slopes, cache)
+        return reference.decode_step(self.mistakes, self.state, query, key, value, slopes, cache)

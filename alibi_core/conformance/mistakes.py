@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from alibi_core._slopes import slope_values
 from alibi_core.conformance.oracle import rounded
-from alibi_core.conformance.reference import LAWS, Change, Mistake, Values, softmax
+from alibi_core.conformance.reference import LAWS, Change, Mistake, Values
 
 LN2 = math.log(2)
 BLOCKS = (8, 16, 32, 64, 128, 256)
@@ -48,48 +49,14 @@ def remade(name: str, sentence: str, change: Callable[[Values], Values]) -> None
     mistake(name, sentence, **dict.fromkeys(steps, lambda c, x: change(x)))
 
 
-def taken(name: str, sentence: str, index: Callable[[Any, Values], Values]) -> None:
-    """Add a wrong indexing of the slopes that the caller gives, ``[batch, num_heads]``."""
-    mistake(name, sentence, slopes=index, future_slopes=index)
-
-
 def canonical(n: int, **options: Any) -> Values:
     """Return the right slopes of ``n`` heads."""
     return np.asarray(slope_values(n, **options))
 
 
-def power_below(n: int) -> int:
-    """Return the largest power of two that is at most ``n``."""
-    return 1 << (n.bit_length() - 1)
-
-
-def starts(ids: Values) -> Values:
-    """Return for each token the index of the first token of its run of equal ids, ``[batch, length]``."""
-    is_first = np.concatenate([np.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-    return np.maximum.accumulate(is_first * np.arange(ids.shape[1]), axis=-1)
-
-
-def restarted(c: Any, x: Values) -> Values:
-    """Return relative positions, key minus query, if positions restart with each segment."""
-    if c.segment_ids is None:
-        return x
-    own = np.arange(c.q_len)[:, None] - starts(c.segment_ids[0])[:, None, :, None]
-    return np.asarray(c.k_positions - starts(c.segment_ids[1])[:, None, None] - own)
-
-
 def unseen(c: Any) -> Values:
     """Return the mask of fully masked queries, ``[..., q_len, 1]``."""
     return np.asarray(~np.broadcast_to(c.visible, c.scores.shape).any(axis=-1, keepdims=True))
-
-
-def nowhere(name: str, sentence: str, weights: Callable[[Any], Any]) -> None:
-    """Add a wrong result of fully masked queries, also for calls without keys."""
-    mistake(
-        name,
-        sentence + " Give zeros.",
-        weights=lambda c, x: np.where(unseen(c), weights(c), x),
-        output=lambda c, x: np.where(unseen(c), weights(c), x) if c.kv_len == 0 else x,
-    )
 
 
 def never_rescaled(c: Any, size: int) -> Values:
@@ -121,28 +88,20 @@ listed("geometric slopes", "Slopes follow the geometric scheme, 2**(-8 (h+1) / n
 mistake("canonical slopes", "The slopes given are ignored: it uses the canonical ones of as many heads as it sees. "
         "Under tensor parallelism that is the local count: pass slopes(num_heads)[shard] instead.",
         slopes=lambda c, x: canonical(c.num_heads) + 0 * x)
-listed("closest power above", "For head counts that are no power of two, slopes are the first of those for the next "
-       "power of two.", lambda n: canonical(1 << (n - 1).bit_length())[:n])
 listed("canonical slopes from 1", "Slopes of the largest power of two of heads start at 1: the head index is off by "
-       "one.", lambda n: np.concatenate([2.0 ** (-8 * np.arange(p := power_below(n)) / p), canonical(n)[p:]]))
-listed("repeated beyond the power of two", "Heads beyond the largest power of two have the first slopes again.",
-       lambda n: np.resize(canonical(power_below(n)), n))
+       "one.", lambda n: np.concatenate([2.0 ** (-8 * np.arange(p := 1 << n.bit_length() - 1) / p), canonical(n)[p:]]))
 mistake("negated slopes", "They are negative: distance would be rewarded, where -slope * distance is added.",
         slope_list=lambda n, x: -x)
 remade("sorted slopes", "Slopes are sorted, steepest first: for head counts that are no power of two, heads get one "
        "another's.", lambda x: -np.sort(-x))
-remade("reversed slopes", "Slopes are in reversed order.", lambda x: x[..., ::-1])
 remade("next head's slope", "Each head has the slope of the next one: the head index is off by one.",
        lambda x: np.roll(x, -1, axis=-1))
-remade("bfloat16 slopes", "Slopes are rounded to bfloat16, as in the falcon contract: keep them in float32.",
-       lambda x: rounded(x, "bfloat16"))
-remade("float16 slopes", "Slopes are rounded to float16: keep them in float32.", lambda x: rounded(x, "float16"))
-taken("next head's slope, cut", "Each head has the slope of the next one, the last its own: the head index is off by "
-      "one.", lambda c, x: x[:, np.minimum(np.arange(c.num_heads) + 1, c.num_heads - 1)])
-taken("first head's slope", "All heads have the first head's slope.", lambda c, x: x[:, :1] + 0 * x)
-taken("slopes by kv head", "Slopes are looked up by the key/value head: head h takes slopes[h // group] instead of "
-      "slopes[h].", lambda c, x: x[:, np.arange(c.num_heads) // c.group])
-taken("first batch slopes", "All batch entries have the first one's slopes.", lambda c, x: x[:1] + 0 * x)
+for _dtype in ("bfloat16", "float16"):
+    remade(f"{_dtype} slopes", f"Slopes are rounded to {_dtype}: keep them in float32.", partial(rounded, dtype=_dtype))
+mistake("slopes by kv head", "Slopes are looked up by the key/value head: head h takes slopes[h // group] instead of "
+        "slopes[h].", slopes=lambda c, x: x[:, np.arange(c.num_heads) // c.group])
+mistake("first batch slopes", "All batch entries have the first one's slopes.",
+        slopes=lambda c, x: x[:1] + 0 * x)
 each((8, 16, 32, 64), "heads beyond: {}", "Results are wrong with more than {} heads: these have the slopes of those "
      "before.", slopes=lambda c, x, n: x[:, np.arange(c.num_heads) % n],
      slope_list=lambda heads, x, n: x if heads <= n else np.resize(canonical(n), heads))
@@ -154,14 +113,10 @@ mistake("negated bias", "The sign of the bias is flipped: distance is rewarded. 
         bias=lambda c, x: -x)
 mistake("bias scaled", "The bias is multiplied by scale (divided by sqrt(head_dim)): add it after scaling the scores.",
         bias=lambda c, x: x * c.scale)
-mistake("bias scaled by default", "The bias is divided by sqrt(head_dim), whatever the scale: it must not be scaled.",
-        bias=lambda c, x: x * c.head_dim**-0.5)
 mistake("bias doubled", "The bias is twice what it should be: it is added twice, or as a mask and as a bias.",
         bias=lambda c, x: 2 * x)
 mistake("bias in base 2", "The bias is multiplied by ln 2: scores are in base 2, the bias is not. Multiply it by "
         "log2(e) too.", bias=lambda c, x: x * LN2)
-mistake("bias times log2 e", "The bias is multiplied by log2(e), which a softmax in base e must not have.",
-        bias=lambda c, x: x / LN2)
 mistake("signed", "Future keys are rewarded: the bias is signed, slope * (j - i), or key-only, slope * j, which is "
         "right under a causal mask alone. Use -slope * abs(i - j).", bias=lambda c, x: c.rate * c.ahead)
 mistake("signed: key-only", "Future keys are rewarded: the bias is key-only, slope * j, which is right under a causal "
@@ -172,27 +127,14 @@ mistake("future slopes ignored", "future_slopes are ignored: keys on both sides 
         future=lambda c, x: c.slopes[..., None, None])
 mistake("future slopes of 0 ignored", "future_slopes that are all 0 are ignored, as if not given: keys on both sides "
         "have the slopes of the past.", future=lambda c, x: x if np.any(x) else c.slopes[..., None, None])
-mistake("future slopes swapped", "Slopes and future_slopes are swapped: past keys have the future's.",
-        rate=lambda c, x: np.where(c.ahead > 0, c.slopes[..., None, None], c.future))
-mistake("squared distance", "The bias grows with the square of the distance.", distance=lambda c, x: x**2)
-mistake("root of distance", "The bias grows with the square root of the distance.", distance=lambda c, x: np.sqrt(x))
-mistake("distances one more", "All distances but that of the own key count one token too many.",
-        distance=lambda c, x: x + (x > 0))
-mistake("int16 positions", "Positions wrap around at 32,768: they are in int16.",
-        ahead=lambda c, x: c.k_positions - ((c.q_positions + 2**15) % 2**16 - 2**15))
 each((*BLOCKS, 127, 512, 1024, 2047), "distance clipped: {}", "Distances are clipped at {}: keys farther away are "
      "penalised no more.", distance=lambda c, x, n: np.minimum(x, n))
-each(BLOCKS, "positions restart: {}", "Positions of keys and queries restart every {}: the start of the block is "
-     "missing.", ahead=lambda c, x, n: c.k_positions % n - c.q_positions % n)
 each(("bfloat16", "float16"), "{} positions", "Positions are rounded to {}: form distances of integers, or in float32.",
      ahead=lambda c, x, n: rounded(c.k_positions, n) - rounded(c.q_positions, n))
 each(("bfloat16", "float16"), "{} distances", "Distances are rounded to {}: keep them in float32.",
      distance=lambda c, x, n: rounded(x, n))
 each(("bfloat16", "float16"), "{} bias", "The bias is rounded to {} (in distance form): add it in float32.",
      bias=lambda c, x, n: rounded(x, n))
-each(("bfloat16", "float16"), "{} key-only bias", "The bias is in key-only form, slope * j, rounded to {}, which loses "
-     "what is small next to it: use distances, or count from the last key, in float32.",
-     bias=lambda c, x, n: rounded(c.rate * c.k_positions, n))
 mistake("float32 bias far away", "The bias is formed in float32 at its full size and loses its digits far away: count "
         "distances from the row's nearest key.", bias=lambda c, x: rounded(x, "float32"))
 
@@ -200,23 +142,14 @@ mistake("float32 bias far away", "The bias is formed in float32 at its full size
 
 mistake("top-left", "Queries are aligned to the top left (the first query at the first key), whatever q_offset says; a "
         "KV cache needs kv_len - q_len.", q_offset=lambda c, x: 0 * x)
-mistake("top-left, bias only", "The bias (not the masks) is aligned to the top left (the first query at the first "
-        "key), whatever q_offset says; a KV cache needs kv_len - q_len.", ahead=lambda c, x: x + c.q_offset)
 mistake("bottom-right", "Queries are aligned to the bottom right (the last query at the last key), whatever q_offset "
         "says.", q_offset=lambda c, x: 0 * x + c.kv_len - c.q_len)
 mistake("offset one more", "Queries are one token too far on: q_offset is off by one.", q_offset=lambda c, x: x + 1)
 mistake("offset one less", "Queries are one token too far back: q_offset is off by one.", q_offset=lambda c, x: x - 1)
 mistake("first batch offset", "Queries are placed by the first batch entry's q_offset for all.",
         q_offset=lambda c, x: x[:1] + 0 * x)
-mistake("negative offset cut", "Queries are placed at 0 where q_offset is negative.",
-        q_offset=lambda c, x: np.maximum(x, 0))
-mistake("large offset cut", "Queries are placed right behind the last key where q_offset is larger.",
-        q_offset=lambda c, x: np.minimum(x, c.kv_len))
 mistake("offset 0 as none", "Queries are aligned to the bottom right where q_offset is 0: 0 counts as not given.",
         q_offset=lambda c, x: np.where(x == 0, c.kv_len - c.q_len, x))
-mistake("segment positions restart", "Positions restart with each segment, of queries and of keys, so that a segment's "
-        "first query stands at its first key whatever q_offset says.",
-        ahead=restarted)
 
 # --- Visibility of keys -----------------------------------------------------------------------------------------------
 
@@ -226,18 +159,16 @@ mistake("causal sees the next key", "The causal mask lets each query see one key
         causal=lambda c, x: c.k_positions <= c.q_positions + 1)
 mistake("causal ignored", "There is no causal mask: future keys are seen.", is_causal=lambda c, x: False)
 mistake("always causal", "Attention is causal although is_causal=False.", is_causal=lambda c, x: True)
-mistake("finite where hidden", "Where keys are hidden, the bias is -1000 instead of minus infinity, which a steep "
-        "slope reaches.", list_bias=lambda c, x: np.maximum(x, -1000.0))
 mistake("index in place of position", "Tokens stand at their index: positions are ignored.",
         positions=lambda c, x: tuple(np.zeros((*t.shape[:2], 1)) + np.arange(t.shape[1])[:, None] for t in x))
 mistake("axes of points swapped", "Dimensions of the queries' positions are in the opposite order to the keys'.",
         positions=lambda c, x: (x[0][..., ::-1], x[1]))
 mistake("squared Euclidean distance", "The Euclidean distance is squared: its root is missing.",
         distance=lambda c, x: x**2 if c.positions is not None and c.metric == "euclidean" else x)
-mistake("NaN of a token without a position", "A token whose position is NaN spreads it: its distance to others is 0.",
-        nowhere=lambda c, x: np.zeros_like(x))
 mistake("law after the slope", "The law is taken of the slope times the distance: it is the distance's alone.",
         bias=lambda c, x: x if c.law == "linear" else -LAWS[c.law](c.rate * c.distance))
+mistake("NaN of a token without a position", "A token whose position is NaN spreads it: its distance to others is 0.",
+        nowhere=lambda c, x: np.zeros_like(x))
 mistake("law ignored", "The law is ignored: the penalty is linear in the distance.", penalty=lambda c, x: c.distance)
 mistake("window ignored", "window_size is ignored.", window_size=lambda c, x: None)
 mistake("window one less", "The window is one key too short: distances up to window_size are to be seen, window_size "
@@ -245,74 +176,40 @@ mistake("window one less", "The window is one key too short: distances up to win
 mistake("window one more", "The window is one key too long.", window_size=lambda c, x: x + 1)
 mistake("window 0 as none", "A window_size of 0 is ignored, as if no window were given: it lets the query's own "
         "position be seen.", window_size=lambda c, x: x or None)
-mistake("window halved", "window_size is divided by two: it is the reach of each side, not the sum.",
-        window_size=lambda c, x: x // 2)
 mistake("window on past side only", "The window limits past keys only: its future side is ignored.",
         window=lambda c, x: c.q_positions - c.k_positions <= c.window_size)
-mistake("window hides the future", "With a window nothing ahead is seen: it is made for causal attention.",
-        window=lambda c, x: x & (c.k_positions <= c.q_positions))
 mistake("window or segments", "Window and segments are joined by or: a key must be in both.",
         window=lambda c, x: x if c.segment_ids is None else x | (c.q_ids == c.kv_ids),
         segments=lambda c, x: x if c.window_size is None else c.window)
 mistake("segments ignored", "segment_ids are ignored: packed sequences see one another.",
         segment_ids=lambda c, x: None)
-mistake("segments see earlier ones", "Segments see earlier ones too: ids must be equal.",
-        segments=lambda c, x: c.q_ids >= c.kv_ids)
-mistake("segments of first batch", "All batch entries have the first one's segment_ids.",
-        segment_ids=lambda c, x: (x[0][:1] + 0 * x[0], x[1][:1] + 0 * x[1]))
-mistake("segments without sign", "Segment ids are told apart by their absolute values.",
-        segments=lambda c, x: np.abs(c.q_ids) == np.abs(c.kv_ids))
-mistake("negative segments are padding", "Segments with negative ids are hidden, as if they were padding.",
-        segments=lambda c, x: x & (c.kv_ids >= 0))
 mistake("mask ignored", "mask is ignored.", mask=lambda c, x: None)
 mistake("mask inverted", "mask is inverted: True must let a key be seen.", mask=lambda c, x: ~x)
-mistake("mask added", "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.",
-        masked=lambda c, x: np.ones_like(x), scores=lambda c, x: x if c.mask is None else x + c.mask)
-mistake("mask after softmax", "The mask is applied after the softmax, in whose sum hidden keys count.",
-        masked=lambda c, x: np.ones_like(x), weights=lambda c, x: x if c.mask is None else x * c.mask)
-mistake("mask of first batch", "All batch entries have the first one's mask.", mask=lambda c, x: x[:1])
 mistake("mask of first head", "All heads have the first one's mask.", mask=lambda c, x: x[:, :1])
 each((10, 100, 1000, 10_000), "mask finite: {}", "What the mask hides is not hidden: its score is lowered by {}, which "
      "large scores outweigh. Use minus infinity.", masked=lambda c, x, n: np.ones_like(x),
      scores=lambda c, x, n: x if c.mask is None else x - n * ~c.mask)
-nowhere("mean where nowhere to look", "Queries that see no key get the mean of all values.",
-        lambda c: 1 / max(c.kv_len, 1))
-nowhere("NaN where nowhere to look", "Queries that see no key get NaN: the softmax divides 0 by 0.",
-        lambda c: np.nan)
-nowhere("masks dropped where nowhere to look", "Queries that see no key see all of them: the mask is a finite "
-        "number, the same for all keys.", lambda c: softmax(c.scores))
+mistake("NaN where nowhere to look", "Queries that see no key get NaN: the softmax divides 0 by 0. Give zeros.",
+        output=lambda c, x: np.where(unseen(c), np.nan, x))
 
 # --- Heads, the scale, the softmax ------------------------------------------------------------------------------------
 
 mistake("grouped heads interleaved", "Query head h reads key/value head h % num_kv_heads; it must be "
         "h // (num_heads // num_kv_heads).", kv_head=lambda c, x: np.arange(c.num_heads) % c.num_kv_heads)
-mistake("first kv head for all", "All query heads read the first key/value head.", kv_head=lambda c, x: 0 * x)
-mistake("heads come back reversed", "Heads come back in reversed order: each head's output is at another's place.",
-        output=lambda c, x: x[:, ::-1])
-mistake("batch comes back reversed", "Batch entries come back in reversed order: each one's output is at another's "
-        "place.", output=lambda c, x: x[::-1])
 mistake("scale missing", "Products of query and key are not scaled.", scale=lambda c, x: 1.0)
 mistake("scaled twice", "Scores are scaled twice.", scale=lambda c, x: x * x)
 mistake("scale ignored", "scale is ignored: it uses 1 / sqrt(head_dim).", scale=lambda c, x: c.head_dim**-0.5)
 mistake("scale 0 as none", "A scale of 0 is ignored, as if none were given.", scale=lambda c, x: x or c.head_dim**-0.5)
 each((32,), "scale ignored beyond: {}", "scale is ignored in rows of more than {} keys: it uses 1 / sqrt(head_dim).",
      scale=lambda c, x, n: x if c.kv_len <= n else c.head_dim**-0.5)
-mistake("scaled by d_model", "Scores are scaled by 1 / sqrt(num_heads * head_dim), that is d_model, instead of "
-        "1 / sqrt(head_dim).", scale=lambda c, x: (c.num_heads * c.head_dim) ** -0.5)
-mistake("scores in base 2", "Products of query and key are multiplied by ln 2: exp2 is used where log2(e) is missing.",
-        scale=lambda c, x: x * LN2)
 mistake("softmax in base 2", "The softmax is in base 2: multiply scores and bias by log2(e).",
         scores=lambda c, x: x * LN2)
 mistake("extra 1 in softmax", "The softmax has an extra 1 in its denominator (a sink that takes weight): weights do "
         "not sum to 1.",
         total=lambda c, x: x + np.exp(-c.highest))
-mistake("not normalised", "Weights are not divided by their sum.",
-        highest=lambda c, x: 0 * x, total=lambda c, x: 0 * x)
 mistake("no maximum in softmax", "The softmax does not subtract the row's largest score: it overflows, or divides 0 by "
         "0.", exponentials=lambda c, x: np.exp(c.hidden.astype(np.float32)),
         weights=lambda c, x: c.exponentials / c.total)
-mistake("softmax over queries", "The softmax runs over queries instead of keys.",
-        weights=lambda c, x: softmax(c.hidden, axis=-2))
 each(BLOCKS, "values not rescaled: {}", "The online softmax does not rescale its sum of values when a later block of "
      "{} keys scores higher.", weights=lambda c, x, n: never_rescaled(c, n) / np.where(c.total > 0, c.total, 1))
 each(BLOCKS, "denominator not rescaled: {}", "The online softmax does not rescale its denominator when a later block "
@@ -328,8 +225,6 @@ each(BLOCKS, "diagonal block dropped: {}", "A query does not see keys of its own
 each(BLOCKS, "keys capped: {}", "Only the first {} keys take part.", keys=lambda c, x, n: np.arange(c.kv_len) < n)
 each(BLOCKS, "horizon too short: {}", "Keys {} tokens away or farther weigh nothing.",
      keys=lambda c, x, n: np.abs(c.ahead) < n)
-each(BLOCKS[1:], "key lost after a multiple: {}", "The last key is lost where it is the first of a block of {}.",
-     keys=lambda c, x, n: x & ((c.kv_len % n != 1) | (np.arange(c.kv_len) < max(c.kv_len - 1, 1))))
 each((128, 256, 512, 1024, 2048), "key lost beyond: {}", "In rows of more than {} tokens a key is lost.",
      keys=lambda c, x, n: x & ((c.kv_len <= n) | (np.arange(c.kv_len) != (c.kv_len - 1) // 16 * 16)))
 each(BLOCKS, "padding counted: {}", "Keys are padded with zeros to a multiple of {}, and these count.", key=padded,
@@ -397,15 +292,11 @@ for _step in ("slopes", "is_causal", "scale", "window_size", "mask", "visible", 
             f"made from, is kept by its lengths alone. Keep it by {_step} too, or not at all.",
             **{_step: lambda c, x, s=_step: c.state.setdefault((s, c.batch, c.num_heads, c.q_len, c.kv_len), x)})
 
-# --- Contracts that a bias may follow ---------------------------------------------------------------------------------
+# --- A contract that a bias may follow --------------------------------------------------------------------------------
 
-_KEY_ONLY = ("Softmax cannot tell it from the full bias under a causal mask, for it differs by what is constant along "
-             "each row: declare contract = {!r} if that is meant.")
-mistake("bloom contract", "This is the bias of the bloom contract: slope * j. " + _KEY_ONLY.format("bloom"),
+mistake("bloom contract", "This is the bias of the bloom contract, slope * j, which a causal softmax cannot tell from "
+        "the full one: they differ by a constant of each row. Declare contract = 'bloom' if that is meant.",
         list_bias=lambda c, x: np.where(c.visible, c.rate * c.k_positions, -np.inf))
-mistake("falcon contract", "This is the falcon contract: slopes, positions and their product in bfloat16, key-only, "
-        "and divided by sqrt(head_dim). Declare contract = 'falcon' if that is meant.",
-        bias=lambda c, x: c.scale * rounded(rounded(c.rate, n := "bfloat16") * rounded(c.k_positions, n), n))
 # fmt: on
 
 MISTAKES: Mapping[str, str] = {name: x.sentence for name, x in CATALOGUE.items()}

@@ -42,56 +42,27 @@ def rounded(values: Any, dtype: str) -> Values:
     return result.astype(np.float64)
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The arguments that determine bias and mask, with defaults filled in."""
-
-    slopes: Values
-    q_offset: int | Values  # one for all, or [batch]
-    is_causal: bool = True
-    future_slopes: Values | None = None
-    q_segment_ids: Values | None = None  # [q_len] or [batch, q_len]
-    kv_segment_ids: Values | None = None
-    window_size: int | None = None
-    mask: Values | None = None  # broadcasts to [batch, heads, q_len, kv_len]
-    positions: tuple[Values, Values] | None = None  # of queries and keys, [batch, length] or [batch, length, dims]
-    distance: str = "manhattan"
-    law: str = "linear"
-
-    def largest_bias(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
-        """Return the largest size of a bias counted from any token of the row, ``[batch, heads, 1, 1]``."""
-        steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
-        if self.positions is not None:
-            tokens = self.steps(batch, heads, q_len, kv_len).penalty.max(initial=0)
-        else:
-            offsets = [0, *np.ravel(self.q_offset).tolist()]
-            # From the first to the last position of any token.
-            tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
-        return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
-
-    def steps(self, batch: int, heads: int, q_len: int, kv_len: int) -> Computation:
-        """Return the steps of the reference up to the bias."""
-        query, key = (np.zeros((batch, heads, n, 0)) for n in (q_len, kv_len))
-        ids = None if self.q_segment_ids is None else (self.q_segment_ids, self.kv_segment_ids)
-        names = ("q_offset", "is_causal", "future_slopes", "window_size", "mask", "positions", "distance", "law")
-        arguments = {name: getattr(self, name) for name in names}
-        computation = Computation((), {}, query, key, key, self.slopes, segment_ids=ids, **arguments)
-        compute_bias(computation)
-        return computation
-
-    def distances(self, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, Values]:
-        """Return the distances that slopes multiply, by name, ``[batch, heads or 1, q_len, kv_len]``; 0 if masked."""
-        c = self.steps(batch, heads, q_len, kv_len)
-        sides = {"slopes": c.visible}
-        if self.future_slopes is not None:
-            sides = {"slopes": c.visible & (c.ahead <= 0), "future_slopes": c.visible & (c.ahead > 0)}
-        return {name: side * c.penalty for name, side in sides.items()}
-
-
-def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
-    """Return the bias ``[batch, heads, q_len, kv_len]``, -inf where masked."""
-    c = rules.steps(batch, heads, q_len, kv_len)
+def masked_bias(c: Computation) -> Values:
+    """Return the bias of a computation, ``[batch, heads, q_len, kv_len]``, -inf where masked."""
+    compute_bias(c)
     return np.where(c.visible, c.bias, -np.inf)
+
+
+def largest_bias(c: Computation) -> Values:
+    """Return the largest size of a bias counted from any token of the row, ``[batch, heads, 1, 1]``."""
+    steepest = c.slopes if c.future_slopes is None else np.maximum(c.slopes, c.future_slopes)
+    offsets = [0, *c.q_offset.ravel().tolist()]
+    # From the first to the last position of any token.
+    tokens = max(c.kv_len, max(offsets) + c.q_len) - min(offsets)
+    return np.asarray(steepest[..., None, None] * (tokens if c.positions is None else c.penalty.max(initial=0)))
+
+
+def distances(c: Computation) -> dict[str, Values]:
+    """Return the distances that slopes multiply, by name, ``[batch, heads or 1, q_len, kv_len]``; 0 if masked."""
+    sides = {"slopes": c.visible}
+    if c.future_slopes is not None:
+        sides = {"slopes": c.visible & (c.ahead <= 0), "future_slopes": c.visible & (c.ahead > 0)}
+    return {name: side * c.penalty for name, side in sides.items()}
 
 
 @dataclass(frozen=True)

@@ -25,28 +25,32 @@ class Mistake:
     is_noisy: bool = False
 
 
-# Conditions that restrict a mistake to a part of the calls, as the words of a sentence. Most are features.
-CONDITIONS = {
-    "one query": "with a single query",
-    "square": "with as many queries as keys",
-    "lengths": "with more or fewer queries than keys",
-    "offset": "where q_offset is not kv_len - q_len",
-    "batch_offsets": "with q_offset as an array",
-    "causal": "with is_causal=True",
-    "symmetric": "with is_causal=False",
-    "asymmetric": "with future_slopes",
-    "grouped": "with fewer key/value heads than query heads",
-    "window": "with window_size",
-    "segments": "with segment_ids",
-    "mask": "where keys are masked",
-    "batch_slopes": "with slopes for each batch entry",
-    "scale": "where scale is given",
-    "points": "where positions are given",
-    "long": "in long rows",
-    "first step": "in the first step",
-    "later steps": "in steps after the first",
-    "single steps": "in later steps of a single token",
-    "chunks": "in later steps of several tokens",
+# Conditions that restrict a mistake to a part of the calls: the words of a sentence, and whether a call meets it.
+CONDITIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "one query": ("with a single query", lambda c: c.q_len == 1 and c.kv_len > 1),
+    "square": ("with as many queries as keys", lambda c: c.q_len == c.kv_len),
+    "lengths": ("with more or fewer queries than keys", lambda c: c.q_len != c.kv_len),
+    "offset": ("where q_offset is not kv_len - q_len", lambda c: np.any(c.q_offset != c.kv_len - c.q_len)),
+    "batch_offsets": ("with q_offset as an array", lambda c: np.any(c.q_offset != c.q_offset[:1])),
+    "causal": ("with is_causal=True", lambda c: c.is_causal),
+    "symmetric": ("with is_causal=False", lambda c: not c.is_causal),
+    "asymmetric": ("with future_slopes", lambda c: c.future_slopes is not None),
+    "grouped": ("with fewer key/value heads than query heads", lambda c: c.group > 1),
+    "window": ("with window_size", lambda c: c.window_size is not None),
+    "segments": ("with segment_ids", lambda c: c.segment_ids is not None),
+    "mask": ("where keys are masked", lambda c: c.mask is not None),
+    "batch_slopes": ("with slopes for each batch entry", lambda c: not c.shares_slopes),
+    "scale": ("where scale is given", lambda c: c.scale is not None),
+    "points": ("where positions are given", lambda c: c.positions is not None),
+    "long": ("in long rows", lambda c: c.kv_len > 64),
+}
+# Conditions of decoding steps; "grouped" may hold in both.
+STEP_CONDITIONS = {
+    "grouped": CONDITIONS["grouped"],
+    "first step": ("in the first step", lambda c: c.before == 0),
+    "later steps": ("in steps after the first", lambda c: c.before > 0),
+    "single steps": ("in later steps of a single token", lambda c: c.before > 0 and c.q_len == 1),
+    "chunks": ("in later steps of several tokens", lambda c: c.before > 0 and c.q_len > 1),
 }
 NORMS: dict[str, Callable[[Values], Values]] = {
     "manhattan": lambda steps: np.abs(steps).sum(axis=-1),
@@ -54,7 +58,6 @@ NORMS: dict[str, Callable[[Values], Values]] = {
     "chebyshev": lambda steps: np.abs(steps).max(axis=-1),
 }
 LAWS: dict[str, Callable[[Values], Values]] = {"linear": lambda x: x, "log": np.log1p, "sqrt": np.sqrt}
-LONG = 65  # from this many keys on, a row counts as long
 Active = Sequence[tuple[Mistake, str | None]]  # mistakes, each with its condition (None: in all calls)
 
 
@@ -118,37 +121,12 @@ class Computation:
             )
         self.positions, self.metric, self.law = positions, distance, law
         self.grad_output, self.state, self.before = grad_output, state, before
-        self.conditions = self._conditions()
+        tests = CONDITIONS if before is None else STEP_CONDITIONS
+        self.conditions = frozenset(name for name, (_, holds) in tests.items() if holds(self))
         self._changes = [x.changes for x, where in mistakes if where is None or where in self.conditions]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no step {name!r} before this one")
-
-    def _conditions(self) -> frozenset[str]:
-        if self.before is not None:
-            later = self.before > 0
-            found = {"grouped": self.group > 1, "first step": not later, "later steps": later}
-            found |= {"single steps": later and self.q_len == 1, "chunks": later and self.q_len > 1}
-        else:
-            found = {
-                "one query": self.q_len == 1 and self.kv_len > 1,
-                "square": self.q_len == self.kv_len,
-                "lengths": self.q_len != self.kv_len,
-                "offset": bool(np.any(self.q_offset != self.kv_len - self.q_len)),
-                "batch_offsets": bool(np.any(self.q_offset != self.q_offset[:1])),
-                "causal": bool(self.is_causal),
-                "symmetric": not self.is_causal,
-                "asymmetric": self.future_slopes is not None,
-                "grouped": self.group > 1,
-                "window": self.window_size is not None,
-                "segments": self.segment_ids is not None,
-                "mask": self.mask is not None,
-                "batch_slopes": not self.shares_slopes,
-                "scale": self.scale is not None,
-                "points": self.positions is not None,
-                "long": self.kv_len >= LONG,
-            }
-        return frozenset(name for name, holds in found.items() if holds)
 
     def changed(self, name: str, value: Any) -> Any:
         """Return the value of a step after the changes of all mistakes, in order; None stays None."""

@@ -12,22 +12,10 @@ from alibi_core.conformance.caller import CallError, DepartureError
 from alibi_core.conformance.oracle import Answer, excess
 from alibi_core.conformance.reference import Values
 
-Status = Literal["passed", "failed", "not offered", "not run"]
-
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A mistake that explains wrong results.
-
-    Attributes:
-        key: Its short, stable name.
-        sentence: Its description, with the fix if it is not obvious.
-
-    Example:
-        >>> from alibi_core.conformance import Mistaken, check
-        >>> check(Mistaken("negated slopes"), laws=["slopes"]).diagnoses[0].key
-        'negated slopes'
-    """
+    """A mistake that explains wrong results: its short, stable name, and its description, with the fix."""
 
     key: str
     sentence: str
@@ -35,31 +23,15 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Counterexample:
-    """The first, smallest case that breaks a law.
-
-    Attributes:
-        function: Name of the adapter's function.
-        inputs: Description of the inputs: sizes, arguments, and the seed of the values.
-        problem: Description of the error.
-        at: Index of the element that is farthest off, relative to its budget.
-        expected: The exact value of that element.
-        actual: Its value in the result.
-        budget: The largest error that rounding can cause.
-
-    Example:
-        >>> from alibi_core.conformance import Mistaken, check
-        >>> example = check(Mistaken("negated slopes"), laws=["slopes"]).failed[0].counterexample
-        >>> example.at, example.expected, example.actual
-        ((0,), 0.00390625, -0.00390625)
-    """
+    """The first, smallest case that breaks a law, and the element that is farthest off, relative to its budget."""
 
     function: str
-    inputs: str
-    problem: str
+    inputs: str  # sizes, arguments, and the seed of the values
+    problem: str  # description of the error
     at: tuple[int, ...] | None = None
     expected: float | None = None
     actual: float | None = None
-    budget: float | None = None
+    budget: float | None = None  # the largest error that rounding can cause
 
     @classmethod
     def worst(cls, function: str, inputs: str, actual: Values, answer: Answer, remark: str = "") -> Counterexample:
@@ -76,44 +48,24 @@ class Counterexample:
         if isinstance(error, CallError):
             return cls(str(error).partition(" ")[0], error.inputs, str(error))
         name = f"{error.function}, {error.part}" if error.part else error.function
-        if error.actual is None:
-            return cls(name, error.inputs, error.remark)
         return cls.worst(name, error.inputs, error.actual, error.expected, error.remark)
 
     def __str__(self) -> str:
         where = "" if self.at is None else f" at {list(self.at)}: {self.actual:.8g}, expected {self.expected:.8g}"
         within = "" if self.budget is None else f" within {self.budget:.2g}"
-        return f"{self.problem}{where}{within}; {self.inputs}" if self.inputs else f"{self.problem}{where}{within}"
+        return f"{self.problem}{where}{within}{'; ' if self.inputs else ''}{self.inputs}"
 
 
 @dataclass(frozen=True)
 class LawReport:
-    """The report on one law.
-
-    Attributes:
-        name: Name of the law.
-        statement: Its sentence.
-        status: ``"passed"``, ``"failed"``, ``"not offered"`` or ``"not run"``.
-        reason: Why it was not offered or not run.
-        calls: Number of calls of the adapter.
-        share: The largest error of a passing case, as a share of its budget.
-        seconds: Time that it took.
-        counterexample: The first case that breaks the law; None if none does.
-        diagnoses: The mistakes that explain the failure.
-
-    Example:
-        >>> from alibi_core.conformance import Mistaken, check
-        >>> law = check(Mistaken("negated slopes"), laws=["slopes"]).laws[0]
-        >>> law.name, law.status, law.calls
-        ('slopes', 'failed', 1)
-    """
+    """The report on one law, or on one case of golden vectors."""
 
     name: str
     statement: str
-    status: Status
-    reason: str = ""
+    status: Literal["passed", "failed", "not offered"]
+    reason: str = ""  # why it was not offered
     calls: int = 0
-    share: float = 0.0
+    share: float = 0.0  # the largest error of a passing case, as a share of its budget
     seconds: float = 0.0
     counterexample: Counterexample | None = None
     diagnoses: tuple[Diagnosis, ...] = ()
@@ -152,41 +104,27 @@ class Report:
     crash: str = ""
 
     @property
-    def passed(self) -> bool:
-        """Whether at least one law passed, none failed, none was not run, and nothing crashed."""
-        statuses = {law.status for law in self.laws}
-        return "passed" in statuses and not statuses & {"failed", "not run"} and not self.crash
+    def counts(self) -> dict[str, int]:
+        """The numbers of laws that passed, failed and were not offered."""
+        statuses = [law.status for law in self.laws]
+        return {status: statuses.count(status) for status in ("passed", "failed", "not offered")}
 
     @property
-    def was_checked(self) -> bool:
-        """Whether there was anything to check."""
-        return bool(self.crash) or any(law.status != "not offered" for law in self.laws)
+    def passed(self) -> bool:
+        """Whether at least one law passed, none failed, and nothing crashed."""
+        return self.exit_status == 0
 
     @property
     def exit_status(self) -> int:
         """Exit status of a command: 0 if it passed, 1 if not, 2 if there was nothing to check."""
-        return 0 if self.passed else 1 if self.was_checked else 2
+        if self.crash or self.counts["failed"]:
+            return 1
+        return 0 if self.counts["passed"] else 2
 
     @property
     def failed(self) -> tuple[LawReport, ...]:
         """The laws that are broken."""
         return tuple(law for law in self.laws if law.status == "failed")
-
-    @property
-    def by_urgency(self) -> tuple[LawReport, ...]:
-        """The offered laws: the failed laws first, then the laws that were not run, then the passed laws."""
-        statuses = ("failed", "not run", "passed")
-        return tuple(law for status in statuses for law in self.laws if law.status == status)
-
-    @property
-    def not_offered(self) -> str:
-        """The laws that are not offered, in one line, with the reasons; empty if there are none."""
-        reasons: dict[str, list[str]] = {}
-        for law in self.laws:
-            if law.status == "not offered":
-                reasons.setdefault(law.reason, []).append(law.name)
-        told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
-        return told and f"not offered: {told}"
 
     @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
@@ -206,11 +144,16 @@ class Report:
         lines = [f"{self.name}, {self.dtype}, contract {self.contract}: {verdict}"]
         lines += [f"  crashed: {self.crash}"] if self.crash else []
         lines += [f"  diagnosis: {x.sentence}" for x in self.diagnoses]
-        for law in self.by_urgency:
+        missing: dict[str, list[str]] = {}  # laws that are not offered, by reason
+        for law in sorted(self.laws, key=lambda law: law.status != "failed"):
+            if law.status == "not offered":
+                missing.setdefault(law.reason, []).append(law.name)
+                continue
             more = f" ({law.reason})" if law.reason else ""
             lines.append(f"  {law.status:<12}{law.name}: {law.statement}{more}")
             lines += [f"    {law.counterexample}"] if law.counterexample is not None else []
-        return "\n".join([*lines, *([f"  {self.not_offered}"] if self.not_offered else [])])
+        names = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in missing.items())
+        return "\n".join([*lines, *([f"  not offered: {names}"] if names else [])])
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ import alibi_core
 from alibi_core._contracts import named
 from alibi_core.conformance.adapter import Offer
 from alibi_core.conformance.caller import Caller, CallError, DepartureError
-from alibi_core.conformance.case import SMALL, Case, Choose, Sizes, design, draw_case
+from alibi_core.conformance.case import FORMS, SMALL, Case, Choose, Sizes, design, draw_case
 from alibi_core.conformance.oracle import Answer, Attention, excess
 from alibi_core.conformance.reference import Values
 
@@ -45,20 +45,25 @@ class Trial:
             for seed in range(4 if case.sizes.elements <= SMALL else 2):
                 yield dataclasses.replace(case, seed=seed and seed + self.seed)
 
+    def offers(self, case: Case) -> bool:
+        """Return whether the adapter offers the features of a case."""
+        return case.features <= self.features
+
     def drawn(
-        self, sizes: Sequence[Sizes], forms: Sequence[str], features: Iterable[str], share: float = 1, **more: Any
+        self, sizes: Sequence[Sizes], share: float = 1, features: frozenset[str] | None = None, **more: Any
     ) -> Iterator[Case]:
         """Yield drawn cases, ``share`` of the profile's number: a design; if thorough, random cases, too."""
-        features = frozenset(features)
+        features = self.features if features is None else features & self.features
+        sizes = [size for size in sizes if self.offers(Case(size))]
+        forms = [form for form in FORMS if self.offers(Case(sizes[0], form))]
 
-        def draw(choose: Choose) -> Case:
-            return draw_case(choose, sizes, forms, features, **more)
+        def draw(choose: Choose, *, is_dense: bool = False) -> Case:
+            return draw_case(choose, sizes, forms, features, is_dense=is_dense, **more)
 
         yield from self.seeded(design(draw, max(1, round(min(self.examples, 20) * share / 2)), self.seed))
         rng = random.Random(self.seed)
         for _ in range(round(self.examples * share) if self.is_thorough else 0):
-            case = draw_case(rng.choice, sizes, forms, features, is_dense=True, **more)
-            yield dataclasses.replace(case, seed=rng.randrange(2**16))
+            yield dataclasses.replace(draw(rng.choice, is_dense=True), seed=rng.randrange(2**16))
 
     def fitted(self, case: Case) -> Case:
         """Return the case; with the slopes of the adapter's contract if the adapter takes no slopes."""
@@ -73,25 +78,19 @@ class Trial:
         contract = named(self.offer.contract)
         if self.offer.has_slopes or not contract.is_key_only:
             return problem
-        rules, (q_len, kv_len) = case.rules(case.arrays["slopes"]), case.sizes.lengths
-        bias = alibi_core.bias(case.num_heads, q_len, kv_len, q_offset=int(rules.q_offset), contract=contract.name)
+        (q_len, kv_len), offset = case.sizes.lengths, case.arguments.get("q_offset")
+        bias = alibi_core.bias(case.num_heads, q_len, kv_len, q_offset=offset, contract=contract.name)
         visible = np.isfinite(problem.bias)
         factor = case.scale if contract.name == "falcon" else 1.0  # Falcon adds the bias before it scales
         bias = np.where(visible, np.where(visible, bias, 0).astype(np.float64) * factor, -np.inf)
         return dataclasses.replace(problem, bias=bias)
 
-    def answer(self, case: Case) -> Answer:
-        """Return the exact output of a case; its budget includes the adapter's tolerance."""
-        return self.exact(case).output_without(self.offer.tolerance)
-
     def attention(self, case: Case, *, nowhere: bool = False) -> None:
         """Check the adapter's attention in a case; fully masked queries are checked only with ``nowhere``."""
         case = self.fitted(case)
         actual, problem = self._called("attention", case), self.exact(case)
-        # Ignore results of fully masked queries.
         if not nowhere:
-            sees = np.isfinite(problem.bias).any(axis=-1, keepdims=True)
-            actual = np.where(sees, actual, 0.0)
+            actual = np.where(np.isfinite(problem.bias).any(axis=-1, keepdims=True), actual, 0.0)
         self.compare("attention", str(case), actual, problem.output_without(self.offer.tolerance), case)
 
     def gradients(self, case: Case, names: tuple[str, ...]) -> None:
@@ -101,22 +100,19 @@ class Trial:
         if "nowhere" not in self.features and not np.isfinite(problem.bias).any(axis=-1).all():
             return
         actual = self._called("gradients", case)
-        answers = case.gradients(self.offer.dtype, self.offer.tolerance, problem=problem)
-        for name in names:
-            if name not in answers or (case.wrt and name not in case.wrt):
-                continue
-            if "slopes" in name and not self.offer.has_slopes:
+        for name, answer in case.gradients(self.offer.dtype, self.offer.tolerance, problem=problem).items():
+            is_asked = name in names and (case.wrt is None or name in case.wrt)
+            if not is_asked or ("slopes" in name and not self.offer.has_slopes):
                 continue
             if name not in actual:
-                remark = f"attention_grad returned no gradient of {name}"
-                raise DepartureError("attention_grad", str(case), None, answers[name], case, name, remark)
-            self.compare("attention_grad", str(case), actual[name], answers[name], case, name)
+                raise CallError("returned", f"attention_grad returned no gradient of {name}")
+            self.compare("attention_grad", str(case), actual[name], answer, case, name)
 
     def _called(self, function: str, case: Case) -> Any:
         try:
             return getattr(self.caller, function)(case)
         except CallError as error:
-            error.inputs = error.inputs or str(case)
+            error.inputs = str(case)
             raise
 
     def compare(
@@ -125,13 +121,12 @@ class Trial:
         """Raise :class:`DepartureError` unless a result is within the budget of the exact answer."""
         # Exact biases hold -inf; all other exact values are finite.
         finite, found = np.isfinite(answer.value), np.isfinite(actual)
-        remark = ""
-        if np.isnan(actual).any():
-            remark = "NaN"
-        elif (~found & finite).any():
-            remark = "infinite where it should not be"
-        elif (found & ~finite).any():
-            remark = "finite where it should be minus infinity"
+        faults = {
+            "NaN": np.isnan(actual),
+            "infinite where it should not be": ~found & finite,
+            "finite where it should be minus infinity": found & ~finite,
+        }
+        remark = next((words for words, where in faults.items() if where.any()), "")
         share = float(excess(actual, answer).max(initial=0))
         if remark or share > 1:
             raise DepartureError(function, inputs, actual, answer, case, part, remark)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -14,21 +15,18 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alibi_core.conformance.adapter import FUNCTIONS, Offer
 from alibi_core.conformance.check import check
 from alibi_core.conformance.report import LawReport, Report
 
-PATIENCE = 30.0  # seconds beyond the time limit of a call after which a process without progress is ended
-
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of ``check``, and ``dtypes``: only adapters with these dtypes are checked; () for all."""
+    """Arguments of ``check``, the seconds that one call may take, and ``dtypes`` to check; () for all."""
 
     profile: str
     seed: int
@@ -37,58 +35,32 @@ class Settings:
     dtypes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result for one adapter: its source, and its report, or the reason why it could not be loaded."""
+def supervised(source: str, settings: Settings) -> Iterator[Report | str]:
+    """Check each adapter of ``package.module:name`` in a separate process, and yield the reports.
 
-    source: str
-    report: Report | None = None
-    missing: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether there is a report and it passed."""
-        return self.report is not None and self.report.passed
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as a dictionary for JSON."""
-        report = None if self.report is None else self.report.to_dict()
-        return {"source": self.source, "passed": self.passed, "report": report}
-
-
-def supervised(source: str, settings: Settings, show: Callable[[str], None] = lambda words: None) -> Iterator[Outcome]:
-    """Check each adapter of a source in a separate process, and yield the outcomes.
-
-    Args:
-        source: ``package.module:name`` of an adapter, or of a function that returns one or several.
-        settings: Arguments of the check.
-        show: Called with a progress message.
+    A string is yielded in their place if there is no adapter: it says why. After a crash, a new process starts at the
+    next adapter.
     """
     first, count = 0, 1
     while first < count:
-        # All events of the worker, merged, and the finished laws of the current adapter.
-        seen: dict[str, Any] = {"about": {"name": "", "dtype": "float32", "contract": "exact"}, "law": ""}
-        done: list[LawReport] = []
+        about: dict[str, Any] = {"name": source, "dtype": "float32", "contract": "exact"}
+        law, done = "", list[LawReport]()
         for event in _events(source, settings, first):
-            seen |= event
-            done = [] if "about" in event else done
-            if "law_report" in event:
-                done.append(event["law_report"])
-            about = seen["about"]
-            show(f"{about['name'] or source} ({about['dtype']}) {seen['law']} … ({len(done)} laws done)")
+            if "missing" in event:
+                yield event["missing"]
+                return
+            count, law = event.get("count", count), event.get("law", law)
+            if "about" in event:
+                about, law, done = event["about"], "", []
+            done += [event["law_report"]] if "law_report" in event else []
             if "report" in event:
-                yield Outcome(source, event["report"])
+                yield event["report"]
                 first += 1
-        count = seen.get("count", 1)
-        if "missing" in seen:
-            yield Outcome(source, missing=seen["missing"])
-            return
-        # Report the crash, then start a new worker at the next adapter.
-        if "crash" in seen:
-            crash = seen["crash"] + (f" in law {seen['law']}" if seen["law"] else "")
-            known = {"features": (), "laws": tuple(done), "profile": settings.profile, "seed": settings.seed}
-            yield Outcome(source, Report(**seen["about"] | known, crash=crash))
-            first += 1
+            if "crash" in event:
+                crash = event["crash"] + (f" in law {law}" if law else "")
+                known = {"features": (), "profile": settings.profile, "seed": settings.seed, "laws": tuple(done)}
+                yield Report(**about | known, crash=crash)
+                first += 1
 
 
 def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, Any]]:
@@ -114,7 +86,7 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
     if "done" in event:
         return
     if any(line.startswith("Timeout (") for line in said):  # printed by faulthandler
-        yield {"crash": f"a call stood still, and Python with it, for {settings.time_limit + PATIENCE:g} s"}
+        yield {"crash": f"a call did not return within {settings.time_limit:g} s"}
         return
     code = process.returncode
     how = f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -122,13 +94,7 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
 
 
 def load(source: str) -> list[Any]:
-    """Return the adapters of ``package.module:name``; without ``:name``, the module itself is the adapter.
-
-    Raises:
-        ModuleNotFoundError: If the module does not exist, or a module that it imports is not installed.
-        AttributeError: If the module has no such name.
-        TypeError: If the object is neither an adapter nor a function that returns adapters.
-    """
+    """Return the adapters of ``package.module:name``; without ``:name``, the module itself is the adapter."""
     module, _, name = source.partition(":")
     found: Any = importlib.import_module(module)
     for part in filter(None, name.split(".")):
@@ -143,12 +109,28 @@ def load(source: str) -> list[Any]:
     return [found] if is_adapter() or not isinstance(found, Iterable) else list(found)
 
 
+def limited(offer: Offer, seconds: float) -> Offer:
+    """Return the offer with functions that end the process if a call takes longer."""
+
+    def limit(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arrays: Any, **options: Any) -> Any:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+            try:
+                return function(*arrays, **options)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+        return call
+
+    return replace(offer, functions={name: limit(function) for name, function in offer.functions.items()})
+
+
 def main(request: dict[str, Any]) -> None:
     """Check the adapters of one source, from index ``request["first"]`` on."""
     # Keep a copy of standard output for events only.
     events = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # send prints of the adapter to standard error, away from the events
-    threading.Thread(target=_watch, args=(request["time_limit"] + PATIENCE,), daemon=True).start()
 
     def tell(**event: Any) -> None:
         pickle.dump(event, events)
@@ -159,26 +141,18 @@ def main(request: dict[str, Any]) -> None:
 
     sys.path.insert(0, os.getcwd())
     try:
-        offers = [Offer.of(adapter) for adapter in load(request["source"])]
+        offers = [limited(Offer.of(adapter), request["time_limit"]) for adapter in load(request["source"])]
     except (Exception, SystemExit) as error:
         tell(missing=f"{type(error).__name__}: {error}", done=True)
         return
     # Filter before indexing: "first" counts the chosen adapters.
     offers = [offer for offer in offers if not request["dtypes"] or offer.dtype in request["dtypes"]]
     tell(count=len(offers))
-    chosen = {name: request[name] for name in ("profile", "seed", "time_limit")} | {"laws": request["laws"] or None}
+    chosen = {"profile": request["profile"], "seed": request["seed"], "laws": request["laws"] or None}
     for offer in offers[request["first"] :]:
         tell(about={name: getattr(offer, name) for name in ("name", "dtype", "contract")})
         tell(report=check(offer, **chosen, on_law=on_law))
     tell(done=True)
-
-
-def _watch(patience: float) -> None:
-    """Postpone the end of the process every second; if Python hangs for ``patience`` seconds, the process ends."""
-    stop = threading.Event()
-    while True:
-        faulthandler.dump_traceback_later(patience, exit=True)
-        stop.wait(1.0)
 
 
 if __name__ == "__main__":

@@ -68,11 +68,7 @@ def operands_of(call: AttentionCall, query: Any, key: Any, value: Any, key_norms
 
 def floating_dtype(name: str, dtype: Any) -> Any:
     """Validate an argument that names a floating dtype, and return the dtype."""
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"{name} must be a floating dtype such as jnp.float32, got {dtype!r}") from None
-    return checks.floating_dtype(namespace_of(xp=jnp), name, found)
+    return jnp.dtype(checks.floating_dtype(namespace_of(xp=jnp), name, dtype))
 
 
 def as_slopes(slopes: Any) -> Any:

@@ -38,13 +38,18 @@ def _by_blocks(
     fixed = {name: array for name, array in arrays.items() if axes[name] is None}
 
     @jax.checkpoint
-    def block(of_queries: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
-        query, own = of_queries
+    def block(of_queries: tuple[jax.Array, jax.Array, dict[str, jax.Array]]) -> jax.Array:
+        start, query, own = of_queries
         own = {name: jnp.moveaxis(x, 0, axes[name]) for name, x in own.items()}
+        call = join_call(static, fixed | own)
+        if call.q_points is None:  # the offset is the position of the block's first query
+            call = replace(call, q_offset=call.q_offset + start)
         # [batch, num_heads, rows, head_dim] becomes [rows, batch, num_heads, head_dim]
-        return jnp.moveaxis(dense_attention(join_call(static, fixed | own), query, key, value), 2, 0)
+        return jnp.moveaxis(dense_attention(call, query, key, value), 2, 0)
 
-    result = jax.lax.map(block, (jnp.moveaxis(_blocks(query, 2, rows), 1, 3), cut))  # [blocks, rows, batch, heads, ...]
+    queries = jnp.moveaxis(_blocks(query, 2, rows), 1, 3)  # [blocks, batch, num_heads, rows, head_dim]
+    starts = jnp.arange(len(queries), dtype=jnp.int32) * rows
+    result = jax.lax.map(block, (starts, queries, cut))  # [blocks, rows, batch, num_heads, head_dim]
     return jnp.moveaxis(result.reshape(-1, *result.shape[2:])[: query.shape[2]], 0, 2)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import array_api_compat.numpy as xp
 import mlx.core as mx
@@ -41,13 +42,11 @@ def norm_bounds(keys: mx.array) -> mx.array:
 
 
 # On the CPU, scores are expensive and calls are cheap. GPUs (Metal, CUDA) need large tiles; their sizes are guesses.
-MEASURED = {"kv_block": 64, "part_elements": 2**20, "worthwhile": 20, "norm_bounds": norm_bounds}
+ALIKE: dict[str, Any] = {"kv_block": 64, "part_elements": 2**20, "worthwhile": 20, "kernel_elements": 2**21}
 TILINGS = {
-    mx.cpu: Tiling(
-        q_block=64, rows=(16, 64), bias_elements=2**20, call_scores=2000, few=16, kernel_elements=2**21, **MEASURED
-    ),
+    mx.cpu: Tiling(64, rows=(16, 64), bias_elements=2**20, call_scores=2000, few=16, norm_bounds=norm_bounds, **ALIKE),
     mx.gpu: Tiling(
-        q_block=256, rows=(64, 256), bias_elements=2**22, call_scores=100_000, few=8, kernel_elements=2**21, **MEASURED
+        256, rows=(64, 256), bias_elements=2**22, call_scores=10**5, few=8, norm_bounds=norm_bounds, **ALIKE
     ),
 }
 

@@ -7,6 +7,7 @@ the lengths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from alibi_torch._internals import fused_backward, fused_forward, in_transform
 
 # Fused kernels take up to 256 queries at a time. The bias of a block has about 4 MiB of float32, to stay in a cache.
 TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, few=16)
+NORMS = {"manhattan": 1.0, "euclidean": 2.0, "chebyshev": math.inf}  # as exponents
 COMPILED_BLOCKS = 8  # Under a compiler, which unrolls the loop over blocks, there are at most this many.
 
 
@@ -77,8 +79,27 @@ def _blocks(call: AttentionCall) -> Iterator[_Block]:
         part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
         has_own_mask = call.mask is not None and axis_of("mask", "heads", call.mask) is not None
         if before != (job.batch, job.queries) or has_own_mask:
-            before, terms = (job.batch, job.queries), part.bias_terms()
+            before, terms = (job.batch, job.queries), part.bias_terms(_minus_distances(part))
         yield _Block(part, terms, (job.batch, job.heads, job.queries), (job.batch, job.heads, job.keys))
+
+
+def _minus_distances(call: AttentionCall) -> Tensor | None:
+    """Return minus the distances between floating points in space, in one pass over memory.
+
+    None for other calls: the core takes a pass for each step, which only a compiler fuses.
+    """
+    points = call.q_points, call.kv_points
+    if call.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if not all(x is not None and x.is_floating_point() and x.shape[-1] > 1 for x in points):
+        return None
+    dtype = torch.promote_types(torch.result_type(*points), call.working_dtype)
+    queries, keys = (x.to(dtype) for x in points)
+    found = torch.cdist(queries, keys, NORMS[call.distance], compute_mode="donot_use_mm_for_euclid_dist").neg_()
+    if call.may_lack_points:
+        without = [x.isnan().any(dim=-1) for x in (queries, keys)]
+        found.masked_fill_(without[0][..., :, None] | without[1][..., None, :], 0.0)
+    return found
 
 
 def _biases(call: AttentionCall) -> Iterator[tuple[_Block, Tensor, Tensor | None]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +121,11 @@ def test_gradients_and_a_bias_need_not_take_all_that_attention_takes() -> None:
     assert "unexpected keyword argument" in report.diagnoses[0].sentence
 
 
+def test_a_law_whose_cases_all_need_another_feature_is_not_offered() -> None:
+    report = check(Mistaken(features={"nowhere"}), laws=["causal", "nowhere"])
+    assert [law.status for law in report.laws] == ["passed", "not offered"]
+
+
 def test_functions_classes_and_modules_are_adapters() -> None:
     slopes = only(slopes=lambda n: (2.0 ** (-8 * np.arange(1, n + 1) / n)).astype(np.float32))
     report = check(slopes, laws=["slopes"])
@@ -181,7 +185,6 @@ def test_gradients_are_asked_for_as_an_adapter_takes_them(features: Any) -> None
         adapter.features = features  # type: ignore[assignment]
         report = check(adapter, laws=laws)
         assert [x.status for x in report.laws] == ["passed", "passed", status], report
-        assert report.laws[2].reason in ("", "attention_grad has no parameter wrt")
     names = ("query", "key", "value", "slopes")
     single, pairs = ((name,) for name in names), itertools.combinations(names, 2)
     assert asked >= {None, *single, *pairs, names[:3]}
@@ -192,43 +195,37 @@ def test_a_constant_grad_output_is_a_number_to_a_library() -> None:
 
     def gradients(function: Any, arguments: Any, wrt: Any, weight: Any) -> Any:
         weights.append(weight)
-        return [np.zeros_like(arguments[name]) for name in wrt]
+        return [arguments[name] for name in wrt]
 
     library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray, gradients)
-    adapter = BackendAdapter("alibi_core", library, alibi_core.attention)
     tensor = np.ones((1, 2, 3, 4), np.float32)
-    for grad_output in (2 * tensor, 0 * tensor, np.arange(24, dtype=np.float32).reshape(tensor.shape)):
-        found = adapter.attention_grad(tensor, tensor, tensor, np.ones(2), grad_output=grad_output, wrt=("key",))
-        assert list(found) == ["key"]
-    assert weights[:2] == [2.0, 0.0]
-    np.testing.assert_array_equal(weights[2], grad_output)
+    for grad_output in (2 * tensor, np.arange(24, dtype=np.float32).reshape(tensor.shape)):
+        adapter = BackendAdapter("alibi_core", library, alibi_core.attention)
+        adapter.attention_grad(tensor, tensor, tensor, np.ones(2), grad_output=grad_output, wrt=("key",))
+    assert weights[0] == 2.0
+    np.testing.assert_array_equal(weights[1], grad_output)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "missing"),
     [
-        (lambda found: {"query": found["query"]}, "attention_grad returned no gradient of key."),
-        (lambda found: {}, "attention_grad returned no gradient of query."),
-        (
-            lambda found: {f"d{name[0]}": x for name, x in found.items()},
-            "attention_grad returned gradients of dq, dk, dv, ds, expected query, key, value",
-        ),
+        (lambda found: {"query": found["query"]}, "key"),
+        (lambda found: {}, "query"),
+        (lambda found: {f"d{name[0]}": x for name, x in found.items()}, "query"),
     ],
 )
-def test_gradients_that_are_missing_are_named(change: Any, sentence: str) -> None:
+def test_gradients_that_are_missing_are_named(change: Any, missing: str) -> None:
     def attention_grad(query: Any, key: Any, value: Any, slopes: Any, grad_output: Any, **arguments: Any) -> Any:
         found = Mistaken().attention_grad(query, key, value, slopes, grad_output=grad_output, **arguments)
         return change({name: x for name, x in found.items() if name != "future_slopes"})
 
     report = check(only(attention_grad=attention_grad), laws=["gradients", "slope_gradients"])
-    assert sentence in [x.sentence for x in report.diagnoses]
+    assert f"attention_grad returned no gradient of {missing}" in [x.sentence for x in report.diagnoses]
 
 
 def test_parameters_by_other_names_are_named() -> None:
     report = check(only(attention=lambda q, k, v, slopes, causal=True: v), laws=["symmetric"])
-    assert report.laws[0].reason == (
-        "attention has no parameter for is_causal=False; it has causal, which the kit never passes"
-    )
+    assert report.laws[0].reason == "attention has no parameter for is_causal=False"
     assert (report.passed, report.exit_status) == (False, 2)
     assert "contract exact: nothing to check" in str(report)
 
@@ -258,19 +255,6 @@ def test_a_bias_alone_has_laws_of_its_own() -> None:
     assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "conduct"}
 
 
-def test_arguments_go_by_position_where_they_must() -> None:
-    def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: Any, q_offset: Any, /) -> Any:
-        return Right().attention(query, key, value, slopes, is_causal, q_offset)
-
-    assert check(only(attention=attention), laws=["causal", "symmetric", "offset"]).passed
-    starred = only(attention=lambda *arguments: Right().attention(*arguments))
-    assert check(starred, laws=["causal", "symmetric", "offset"]).passed
-
-
-def test_results_of_the_other_byte_order_are_read() -> None:
-    assert check(misbehaving(lambda result, query: result.astype(">f4")), laws=["causal", "conduct"]).passed
-
-
 @pytest.mark.parametrize(
     ("attributes", "error", "message"),
     [
@@ -290,24 +274,20 @@ def test_what_is_no_adapter_is_refused(attributes: dict[str, Any], error: type[E
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("adapter", "arguments", "error", "message"),
     [
-        ({"profile": "slow"}, "profile must be one of"),
-        ({"seed": -1}, "seed must not be negative"),
-        ({"laws": ["windows"]}, "laws must be one of"),
-        ({"time_limit": 0}, "time_limit must be positive"),
+        (Right(), {"profile": "slow"}, ValueError, "profile must be one of"),
+        (Right(), {"seed": -1}, ValueError, "seed must not be negative"),
+        (Right(), {"laws": ["windows"]}, ValueError, "laws must be one of"),
+        (Right(), {"laws": "slopes"}, TypeError, "laws must be a collection of names, got the string 'slopes'"),
+        (Right, {}, TypeError, "adapter must be an instance where its functions take self, got the class"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(Right(), **arguments)
-
-
-def test_slips_are_told() -> None:
-    with pytest.raises(TypeError, match="^laws must be a collection of names, got the string 'slopes'"):
-        check(Right(), laws="slopes")
-    with pytest.raises(TypeError, match="^adapter must be an instance where its functions take self, got the class"):
-        check(Right)
+def test_wrong_arguments_are_refused(
+    adapter: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check(adapter, **arguments)
 
 
 # --- How an adapter may misbehave -------------------------------------------------------------------------------------
@@ -352,76 +332,6 @@ def test_misbehaviour_is_reported_and_is_no_crash(change: Any, law: str, message
     assert found.status == "failed"
     assert message in found.counterexample.problem
     assert json.loads(report.to_json())["passed"] is False
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda result, query: query, "The output is query, as it was given: no attention is computed."),
-        (lambda result, query: 0 * result, "The output is 0 throughout: nothing is written to it."),
-        (lambda result, query: np.nan * result, "The output is NaN or infinite throughout, in a plain causal call."),
-        (lambda result, query: np.ones((*query.shape[:3], query.shape[2])), "these are the weights; multiply them by"),
-        (lambda result, query: result.swapaxes(1, 2), "; swap axes 1 and 2"),
-        (lambda result, query: result.swapaxes(1, 2).reshape(*query.shape[::2], -1), "its heads are merged; make it ["),
-        (lambda result, query: (None, result), "returned tuple, expected a NumPy array; return the output"),
-        (lambda result, query: None, "returned NoneType, expected a NumPy array; it lacks a return"),
-    ],
-    ids=["query", "zeros", "NaN", "weights", "layout", "merged", "pair", "nothing"],
-)
-def test_the_report_says_what_the_adapter_returned_instead(change: Any, sentence: str) -> None:
-    report = check(misbehaving(change), laws=["causal"])
-    assert sentence in " ".join(x.sentence for x in report.diagnoses)
-
-
-def test_the_report_says_how_inputs_lie() -> None:
-    class Swapped(Right):
-        def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
-            tensors = (x.swapaxes(1, 2) for x in (query, key, value))
-            return super().attention(*tensors, slopes, is_causal, q_offset).swapaxes(1, 2)
-
-    (diagnosis,) = check(Swapped(), laws=["causal"]).diagnoses
-    assert (
-        "Query, key and value are [batch, num_heads, length, head_dim], slopes are [num_heads]." in diagnosis.sentence
-    )
-
-
-def test_a_call_that_hangs_is_given_up() -> None:
-    def change(result: Any, query: Any) -> Any:
-        if query.shape[2] == 13:
-            time.sleep(60)
-        return result
-
-    start = time.monotonic()
-    adapter = misbehaving(lambda result, query: change(result, query) if query.shape[0] == 2 else time.sleep(60))
-    report = check(adapter, time_limit=0.5, laws=["causal", "symmetric", "conduct"])
-    assert time.monotonic() - start < 20
-    assert not report.passed
-    reasons = [x.reason or str(x.counterexample) for x in report.laws[:2]]
-    assert all("attention did not return within 0.5 s" in reason for reason in reasons)
-    assert report.laws[1].status == "not run"
-
-
-class Unreadable:
-    dtype, shape = np.dtype(np.float32), (2, 3, 7, 5)
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("not to be converted without being asked")
-
-
-class SpeechlessError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
-def test_results_and_errors_that_cannot_be_read_are_reported() -> None:
-    report = check(misbehaving(lambda result, query: Unreadable()), laws=["causal"])
-    assert "which NumPy cannot read" in report.diagnoses[0].sentence
-
-    def speechless(result: Any, query: Any) -> Any:
-        raise SpeechlessError
-
-    report = check(misbehaving(speechless), laws=["causal"])
-    assert "raised SpeechlessError: (its message cannot be had)" in report.diagnoses[0].sentence
 
 
 def test_the_users_own_settings_of_numpy_change_nothing() -> None:

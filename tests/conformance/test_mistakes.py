@@ -13,24 +13,14 @@ import pytest
 import alibi_core
 from alibi_core.conformance import FEATURES, LAWS, MISTAKES, Mistaken, Report, check
 
-ALL = frozenset(FEATURES)
 # Mistakes that are the same thing in what a function returns: (made, told).
 SAME = {
     "negated bias": "negated slopes",
-    "window hides the future": "always causal with window_size",
     "signed: key-only": "bloom contract",
     "diagonal block dropped: 256": "last partial block dropped",  # the same in texts of less than a block
 }
 # The order of rounded sums is unknown, and few probes have such sizes: the report says where results are off.
-MEASURED = (
-    "scores",
-    "products",
-    "beyond: 64",
-    "after a multiple: 16",
-    "after a multiple: 128",
-    "after a multiple: 256",
-)
-FIRST = ("slopes", "causal_bias", "symmetric_bias")
+MEASURED = ("scores", "products", "beyond: 64")
 
 
 def first_failure(adapter: Any, laws: tuple[str, ...]) -> Report | None:
@@ -253,11 +243,6 @@ def test_a_mistake_that_is_not_in_the_table_is_refused() -> None:
         Mistaken("bias lost", "no such thing")
     with pytest.raises(ValueError, match="where must be one of"):
         Mistaken("bias lost", where="nowhere")
-
-
-def test_zeros_for_short_rows_alone_are_a_mistake_of_the_kernel() -> None:
-    report = check(Mistaken("last partial block dropped: 64"), laws=["causal"])
-    assert [x.key for x in report.diagnoses] == ["last partial block dropped: 64"]
 
 
 ARGUMENTS = ("future_slopes", "window_size", "segment_ids", "mask", "scale")  # begin a sentence as they are written

@@ -53,9 +53,13 @@ def looped_output(problem: Attention) -> np.ndarray:
 
 @given(case=cases())
 def test_the_bias_is_that_of_plain_loops(case: Case) -> None:
-    rules, sizes = case.rules(case.arrays["slopes"]), case.sizes
-    shape = (sizes.batch, case.num_heads, *sizes.lengths)
-    np.testing.assert_array_equal(penalties(rules, *shape), looped_penalties(rules, *shape))
+    arguments, (q_len, kv_len) = case.arguments | {"q_segment_ids": None, "kv_segment_ids": None}, case.sizes.lengths
+    if arguments.pop("segment_ids", None) is not None:
+        arguments["q_segment_ids"], arguments["kv_segment_ids"] = case.segment_ids
+    rules = Rules(case.arrays["slopes"], **{"q_offset": kv_len - q_len} | arguments)
+    shape = (case.sizes.batch, case.num_heads, q_len, kv_len)
+    np.testing.assert_array_equal(case.exact("float64").bias, looped_penalties(rules, *shape))
+    np.testing.assert_array_equal(penalties(rules, *shape), case.exact("float64").bias)
 
 
 @given(case=cases())

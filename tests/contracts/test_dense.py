@@ -12,7 +12,7 @@ import pytest
 import alibi_core
 from alibi_core.conformance.testing import Attention, Rules, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
-from tests.support.frameworks import BACKENDS, LAYER_BACKENDS, LIBRARIES, Backend
+from tests.support.frameworks import BACKENDS, JAX, LAYER_BACKENDS, LIBRARIES, Backend
 
 HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 4, 2, 5, 7, 3
 SLOPES = np.asarray([1.0, 0.5, 0.3, 0.1], np.float32)
@@ -84,6 +84,7 @@ def test_weights_are_dropped_out(backend: Backend) -> None:
     rng, long = np.random.default_rng(0), 200
     query, key, value = (rng.standard_normal((1, n, long, 1)).astype(np.float32) for n in (HEADS, KV_HEADS, KV_HEADS))
     attention = backend.function(dropout=0.25, return_weights=True, is_causal=False, **keys)
+    attention = library.jit(attention) if backend.framework is JAX else attention
     found = attention(*backend.place(query, key, value, SLOPES * 1e-3, dtype="float32"))
     result, dropped = backend.layout(backend.framework.numpy(found[0])), backend.framework.numpy(found[1])
     _, whole = alibi_core.attention(query, key, value, SLOPES * 1e-3, return_weights=True, is_causal=False)

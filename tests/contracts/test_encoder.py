@@ -18,7 +18,7 @@ import pytest
 
 from alibi_core.backend.models import POOLING, Checkpoint
 from tests.support.checkpoints import drawn, write
-from tests.support.frameworks import LIBRARIES, Backend
+from tests.support.frameworks import LIBRARIES, Backend, few_in_jax, slow_in_jax
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import save_file
@@ -68,8 +68,7 @@ def close(record: dict[str, Any], case: str, pooling: str, actual: np.ndarray) -
     assert np.abs(actual - expected[pooling]).max() <= 4 * expected["float32_error"]
 
 
-@pytest.mark.parametrize("backend", LIBRARIES)
-@pytest.mark.parametrize("variant", RECORDS)
+@pytest.mark.parametrize(("backend", "variant"), few_in_jax(LIBRARIES, RECORDS, SMALLEST, "mosaic-bert"))
 def test_embeddings_are_those_of_the_original(variant: str, backend: Backend, loaded: Any) -> None:
     record, model = RECORDS[variant], loaded(backend, variant)
     tokens, types = texts(record)
@@ -92,7 +91,7 @@ def test_padding_may_be_anywhere_and_is_told_by_lengths_or_a_mask(backend: Backe
         close(record, "types zeros", pooling, encode(backend, model, shifted, mask=said, pooling=pooling))
 
 
-@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("backend", slow_in_jax(LIBRARIES))
 def test_padding_within_a_text_counts_in_its_distances(backend: Backend, loaded: Any) -> None:
     record, tokens = RECORDS[SMALLEST], texts(RECORDS[SMALLEST])[0]
     mask = np.arange(tokens.shape[1]) < np.asarray(record["lengths"])[:, None]
@@ -101,7 +100,7 @@ def test_padding_within_a_text_counts_in_its_distances(backend: Backend, loaded:
     close(record, "gap from 5 to 15", "mean", actual)
 
 
-@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("backend", slow_in_jax(LIBRARIES))
 def test_what_stands_in_padding_changes_nothing_and_rows_without_text_are_zeros(backend: Backend, loaded: Any) -> None:
     record, model = RECORDS[SMALLEST], loaded(backend, SMALLEST)
     tokens, types = texts(record)

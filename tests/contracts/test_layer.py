@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 import alibi_core
 from alibi_core.conformance.testing import Attention, Rules, penalties
-from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX
+from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX, few_in_jax
 from tests.support.layers import apply, decode, load, make_layer
 
 SIZES = {"embed_dim": 30, "num_heads": 6}
@@ -93,8 +93,7 @@ def layer_with_weights(name: str, arguments: dict[str, Any], tmp_path: Path) -> 
     return layer
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize(("name", "configuration"), few_in_jax(NAMES, CONFIGURATIONS, "grouped", "learnable"))
 def test_layer_is_projections_around_attention(name: str, configuration: str, x: np.ndarray, tmp_path: Path) -> None:
     arguments = CONFIGURATIONS[configuration]
     layer = layer_with_weights(name, arguments, tmp_path)
@@ -136,7 +135,7 @@ def test_a_refused_call_leaves_the_cache_as_it_was(name: str, x: np.ndarray, tmp
         assert np.all(np.abs(found - output[:, part]) <= budget)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_sizes_may_be_numpy_integers_too_small_for_their_products(name: str) -> None:
     layer = make_layer(name, embed_dim=np.uint8(30), num_heads=np.uint8(20), head_dim=np.uint8(20))
     assert apply(name, layer, np.zeros((1, 2, 30), np.float32)).shape == (1, 2, 30)
@@ -158,11 +157,14 @@ def test_a_shard_of_heads_takes_a_slice_of_the_global_slopes(name: str, x: np.nd
     assert np.all(np.abs(total - output) <= 2 * budget)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("is_causal", "q_offset"), [(True, None), (True, 2), (False, None), (False, -3)])
+OTHERS = [(True, None), (True, 2), (False, None), (False, -3)]
+
+
+@pytest.mark.parametrize(("name", "form"), few_in_jax(NAMES, OTHERS, (True, 2)))
 def test_a_layer_attends_to_another_sequence(
-    name: str, is_causal: bool, q_offset: int | None, x: np.ndarray, tmp_path: Path
+    name: str, form: tuple[bool, int | None], x: np.ndarray, tmp_path: Path
 ) -> None:
+    is_causal, q_offset = form
     arguments = CONFIGURATIONS["grouped"] | {"is_causal": is_causal}
     layer = layer_with_weights(name, arguments, tmp_path)
     context = np.random.default_rng(2).standard_normal((2, 7, SIZES["embed_dim"])).astype(np.float32)

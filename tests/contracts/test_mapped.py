@@ -21,9 +21,9 @@ from tests.support.frameworks import MLX, TORCH, Backend, param
 from tests.support.tiles import Tiling
 
 BACKENDS = [
-    param(Backend(f, f"alibi_{f.name}", name), f"{f.name}-{name}", f)
+    param(Backend(f, f"alibi_{f.name}", name), f"{f.name}-{name}", f, *marks)
     for f in (TORCH, MLX)
-    for name in ("tiled", "dense")
+    for name, marks in (("tiled", []), ("dense", [pytest.mark.slow]))  # which is made of operations that map
 ]
 EACH = pytest.mark.parametrize("backend", BACKENDS)
 SDPA = param(Backend(TORCH, "alibi_torch", "sdpa"), "torch-sdpa", TORCH)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.backend.models import AlibiConfig
-from alibi_core.conformance.testing import Attention, assert_within_budget
+from alibi_core.conformance.testing import SIZES, Case, Sizes, assert_within_budget
 from benchmarks.harness import peak_growth
 from tests.support.frameworks import (
     BACKENDS,
@@ -24,178 +22,130 @@ from tests.support.frameworks import (
     LAYER_BACKENDS,
     LIBRARIES,
     NAMES_SLOW_IN_JAX,
+    NUMPY,
     Backend,
     Framework,
+    few_in_jax,
+    slow_in_jax,
 )
 from tests.support.layers import apply, decode, make_layer
 from tests.support.models import make_model
+from tests.support.tiles import assert_exact
 
-BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
-LAWS = {"linear": lambda d: d, "log": np.log1p, "sqrt": np.sqrt}
-NORMS = {
-    "manhattan": lambda steps: np.abs(steps).sum(axis=-1),
-    "euclidean": lambda steps: np.sqrt((steps**2).sum(axis=-1)),
-    "chebyshev": lambda steps: np.abs(steps).max(axis=-1),
-}
+LAWS = ("linear", "log", "sqrt")
+DISTANCES = ("manhattan", "euclidean", "chebyshev")
+KINDS = ("integers", "reals", "without a place")
 
 
-@dataclass(frozen=True)
-class Case:
-    """An attention problem between points."""
-
-    lengths: tuple[int, int]
-    dims: int
-    distance: str
-    law: str
-    kind: str  # of positions
-    is_causal: bool
-    has_segments: bool
-    has_mask: bool
-    seed: int
-
-    @property
-    def rng(self) -> np.random.Generator:
-        return np.random.default_rng(self.seed)
-
-    def positions(self) -> Any:
-        """Return one array for queries and keys alike where lengths are equal, else a pair."""
-        rng = self.rng
-        found = []
-        for length in self.lengths:
-            shape = (BATCH, length) if self.dims == 1 else (BATCH, length, self.dims)
-            if self.kind == "integers":
-                found.append(rng.integers(-9, 9, shape).astype(np.int32))  # with ties
-                continue
-            found.append(rng.normal(0, 9, shape).astype(np.float32))
-            if self.kind == "without a place":
-                found[-1][:, :: max(2, length // 2)] = np.nan
-        return found[0] if self.lengths[0] == self.lengths[1] else tuple(found)
-
-    def arguments(self) -> dict[str, Any]:
-        rng, arguments = self.rng, {"positions": self.positions(), "is_causal": self.is_causal}
-        if self.has_segments:
-            arguments["segment_ids"] = tuple(rng.integers(0, 2, (BATCH, n)).astype(np.int32) for n in self.lengths)
-        if self.has_mask:
-            arguments["mask"] = rng.random((BATCH, HEADS, *self.lengths)) < 0.6
-        return arguments | {"distance": self.distance, "law": self.law}
-
-    def tensors(self) -> dict[str, np.ndarray]:
-        rng = self.rng
-        sizes = {"query": (HEADS, self.lengths[0]), "key": (KV_HEADS, self.lengths[1])}
-        sizes["value"] = sizes["key"]
-        tensors = {name: rng.normal(size=(BATCH, *size, HEAD_DIM)).astype(np.float32) for name, size in sizes.items()}
-        return tensors | {"slopes": rng.uniform(0, 1, (BATCH, HEADS)).astype(np.float32)}
-
-    def exact(self) -> tuple[Attention, np.ndarray]:
-        """Return the problem in float64, and what each element of the bias is the negated multiple of."""
-        arguments, tensors, pair = self.arguments(), self.tensors(), self.positions()
-        pair = pair if isinstance(pair, tuple) else (pair, pair)
-        queries, keys = (x[..., None] if self.dims == 1 else x for x in pair)
-        steps = keys[:, None].astype(np.float64) - queries[:, :, None].astype(
-            np.float64
-        )  # [batch, q_len, kv_len, dims]
-        penalty = LAWS[self.law](np.where(np.isnan(steps).any(axis=-1), 0, NORMS[self.distance](steps)))[:, None]
-        visible = ~((steps[..., 0] > 0) & self.is_causal)[:, None]
-        if self.has_segments:
-            q_ids, kv_ids = arguments["segment_ids"]
-            visible = visible & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
-        visible = visible & arguments.get("mask", True)
-        bias = np.where(visible, -tensors["slopes"][:, :, None, None].astype(np.float64) * penalty, -np.inf)
-        three = {name: tensors[name].astype(np.float64) for name in ("query", "key", "value")}
-        return Attention(**three, bias=bias, scale=HEAD_DIM**-0.5, dtype="float32"), penalty
+def between_points(case: Case, dims: int, kind: str, distance: str, law: str) -> Case:
+    """Return the case with positions of the caller's own; NaN is that of a token without a place."""
+    rng, places = np.random.default_rng(case.seed), []
+    for length in case.sizes.lengths:
+        shape = (case.sizes.batch, length) if dims == 1 else (case.sizes.batch, length, dims)
+        if kind == "integers":
+            places.append(rng.integers(-9, 9, shape).astype(np.int32))  # with ties
+            continue
+        places.append(rng.normal(0, 9, shape).astype(np.float32))
+        if kind == "without a place":
+            places[-1][:, :: max(2, length // 2)] = np.nan
+            places[-1].reshape(case.sizes.batch, length, -1)[:, -1, -1] = np.nan  # one coordinate is enough
+    rules = {"positions": tuple(places), "distance": distance, "law": law}
+    return case.with_arguments(case.form, case.arguments | rules)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def point_cases(
+    draw: st.DrawFn,
+    *,
+    kinds: tuple[str, ...] = KINDS,
+    distances: tuple[str, ...] = DISTANCES,
+    laws: tuple[str, ...] = LAWS,
+    hides: bool = False,
+) -> Case:
+    """Draw a problem between points, in which segments or a mask may hide keys."""
     dims = draw(st.sampled_from([1, 2, 3]))
-    return Case(
-        lengths=draw(st.sampled_from([(1, 1), (7, 7), (5, 11), (13, 3)])),
-        dims=dims,
-        distance=draw(st.sampled_from(sorted(NORMS))),
-        law=draw(st.sampled_from(sorted(LAWS))),
-        kind=draw(st.sampled_from(["integers", "reals", "without a place"])),
-        is_causal=dims == 1 and draw(st.booleans()),
-        has_segments=draw(st.booleans()),
-        has_mask=draw(st.booleans()),
+    case = Case(
+        draw(st.sampled_from(SIZES[1:5])),
+        draw(st.sampled_from(["causal", "symmetric"])) if dims == 1 else "symmetric",
+        packing=draw(st.sampled_from([None, "pair"])) if hides else None,
+        masking=draw(st.sampled_from([None, "by query", "by head"])) if hides else None,
+        slopes_per_batch=True,
         seed=draw(st.integers(0, 2**16)),
     )
+    chosen = (draw(st.sampled_from(x)) for x in (kinds, distances, laws))
+    return between_points(case, dims, *chosen)
 
 
-# JAX, which compiles each, has the kit's laws of points.
-@pytest.mark.parametrize("backend", [x for x in BACKENDS if x.values[0].framework is not JAX])
-@given(case=cases())
-def test_attention_between_points_is_exact(backend: Backend, case: Case) -> None:
-    problem, _ = case.exact()
-    tensors = case.tensors()
-    result = backend.attention(**tensors, dtype="float32", **case.arguments())
-    assert_within_budget(result, problem.output)
-
-
+# JAX, which compiles each, has the kit's laws of points; so has the core.
 @pytest.mark.parametrize("backend", [x for x in LAYER_BACKENDS if x.values[0].framework is not JAX])
-@given(case=cases())
-def test_gradients_between_points_are_exact(backend: Backend, case: Case) -> None:
-    problem, penalty = case.exact()
-    cotangent = case.rng.normal(size=problem.query.shape).astype(np.float32)
-    found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
-    for name, answer in problem.gradients(cotangent.astype(np.float64), penalty).items():
-        assert_within_budget(found[name], answer)
+@given(case=point_cases(hides=True))
+def test_attention_between_points_is_exact_with_its_gradients(backend: Backend, case: Case) -> None:
+    assert_exact(backend, case)
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize("backend", [x for x in BACKENDS if x.values[0].implementation == "tiled"])
+TILED = [x for x in BACKENDS if x.values[0].implementation == "tiled"]
+
+
+@pytest.mark.parametrize(("backend", "is_masked"), few_in_jax(TILED, [False, True], False))
 def test_blocks_of_queries_and_heads_fit_together(backend: Backend, is_masked: bool) -> None:
-    case = Case((701, 701), 2, "euclidean", "linear", "without a place", False, is_masked, is_masked, seed=0)
-    problem, penalty = case.exact()
-    cotangent = case.rng.normal(size=problem.query.shape).astype(np.float32)
-    answers = problem.gradients(cotangent.astype(np.float64), penalty)
-    assert_within_budget(backend.attention(**case.tensors(), dtype="float32", **case.arguments()), problem.output)
-    for wanted in (tuple(answers), ("query", "key", "value")):  # gradients of slopes may go another way
-        rules = {"dtype": "float32", "wanted": wanted, **case.arguments()}
-        for name, found in backend.gradients(case.tensors(), cotangent, **rules).items():
-            assert_within_budget(found, answers[name])
+    hides = {"packing": "pair", "masking": "by head"} if is_masked else {}
+    case = Case(Sizes(2, 2, 2, (701, 701), 5), "symmetric", slopes_per_batch=True, **hides)
+    case = between_points(case, 2, "without a place", "euclidean", "linear")
+    # Gradients of slopes may go another way.
+    assert_exact(backend, case, asked=[("query", "key", "value") if is_masked else None])
+
+
+def tensors_of(case: Case) -> dict[str, np.ndarray]:
+    return {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("law", ["log", "sqrt"])
-def test_a_law_needs_no_positions(backend: Backend, law: str) -> None:
-    case = Case((7, 7), 1, "manhattan", law, "integers", False, False, False, seed=1)
-    tensors, places = case.tensors(), np.arange(7, dtype=np.int32)
+@pytest.mark.parametrize("q_offset", [0, 40])
+def test_a_law_needs_no_positions(backend: Backend, law: str, q_offset: int) -> None:
+    tensors = tensors_of(Case(Sizes(2, 3, 2, (701, 701), 5), seed=1))  # several blocks of queries
+    keys = np.arange(701, dtype=np.int32)
     for arguments in ({"is_causal": True}, {"is_causal": False}):
-        by_position = backend.attention(**tensors, dtype="float32", positions=places, law=law, **arguments)
-        np.testing.assert_array_equal(backend.attention(**tensors, dtype="float32", law=law, **arguments), by_position)
+        rules: dict[str, Any] = {"dtype": "float32", "law": law, **arguments}
+        by_position = backend.attention(**tensors, positions=(keys + q_offset, keys), **rules)
+        np.testing.assert_allclose(backend.attention(**tensors, q_offset=q_offset, **rules), by_position, atol=1e-5)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@given(case=cases())
-def test_the_bias_between_whole_points_has_the_same_bits_everywhere(framework: Framework, case: Case) -> None:
-    case = dataclasses.replace(case, kind="integers", law="linear")
-    distance = "manhattan" if case.distance == "euclidean" else case.distance
-    pair = case.positions()
-    pair = pair if isinstance(pair, tuple) else (pair, pair)
-    slopes, rules = (
-        case.tensors()["slopes"],
-        {"distance": distance if case.dims > 1 else None, "is_causal": case.is_causal},
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_distance_that_all_keys_share_changes_nothing(backend: Backend, side: int) -> None:
+    tensors, rng = tensors_of(Case(Sizes(2, 3, 2, (7, 11), 5), seed=1)), np.random.default_rng(1)
+    queries, keys = (rng.integers(-9, 9, n).astype(np.int32) for n in (7, 11))
+    rules = {"is_causal": False, "dtype": "float32", "future_slopes": tensors["slopes"][::-1].copy()}
+    near, far = (
+        backend.attention(**tensors, positions=(queries + side * shift, keys), **rules) for shift in (32, 2**23)
     )
-    expected = alibi_core.bias_from_positions(slopes, *pair, **rules)
-    found = alibi_core.bias_from_positions(*(framework.array(x) for x in (slopes, *pair)), **rules)
-    np.testing.assert_array_equal(framework.bits(found), expected.view(np.int32))
+    np.testing.assert_allclose(far, near, atol=1e-5)
+
+
+def bias_of(case: Case, framework: Framework) -> Any:
+    """Return the bias between a case's points, of the core."""
+    rules = dict(case.arguments)
+    places = rules.pop("positions")
+    rules["distance"] = rules["distance"] if places[0].ndim == 3 else None
+    slopes = case.arrays["slopes"].astype(np.float32)
+    return alibi_core.bias_from_positions(*(framework.array(x) for x in (slopes, *places)), **rules)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@given(case=cases())
+@given(case=point_cases(kinds=("integers",), distances=("manhattan", "chebyshev"), laws=("linear",)))
+def test_the_bias_between_whole_points_has_the_same_bits_everywhere(framework: Framework, case: Case) -> None:
+    np.testing.assert_array_equal(framework.bits(bias_of(case, framework)), NUMPY.bits(bias_of(case, NUMPY)))
+
+
+@pytest.mark.parametrize("framework", slow_in_jax(FRAMEWORKS))
+@given(case=point_cases())
 def test_the_bias_is_right_to_two_units_in_the_last_place(framework: Framework, case: Case) -> None:
-    problem, _ = case.exact()
-    pair = case.positions()
-    pair = pair if isinstance(pair, tuple) else (pair, pair)
-    rules = {"distance": case.distance if case.dims > 1 else None, "law": case.law, "is_causal": case.is_causal}
-    arrays = (framework.array(x) for x in (case.tensors()["slopes"], *pair))
-    found = framework.numpy(alibi_core.bias_from_positions(*arrays, **rules))
-    if not (case.has_segments or case.has_mask):
-        expected = problem.bias.astype(np.float32)
-        shown = expected > -np.inf
-        np.testing.assert_array_equal(found > -np.inf, shown)
-        found, expected = found[shown], expected[shown]
-        assert np.all(np.abs(found - expected) <= 2 * np.spacing(np.abs(expected)))
+    found, expected = framework.numpy(bias_of(case, framework)), case.exact("float32").bias.astype(np.float32)
+    shown = expected > -np.inf
+    np.testing.assert_array_equal(found > -np.inf, shown)
+    found, expected = found[shown], expected[shown]
+    assert np.all(np.abs(found - expected) <= 2 * np.spacing(np.abs(expected)))
 
 
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
@@ -226,26 +176,25 @@ def test_a_law_holds_in_caches(name: str) -> None:
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_explain_says_that_points_leave_out_no_key(backend: Backend) -> None:
-    case = Case((7, 7), 2, "euclidean", "linear", "integers", False, False, False, seed=2)
-    said = backend.explain(**case.tensors(), dtype="float32", positions=case.positions(), is_causal=False)
-    assert (said.implementation, said.share, said.scores_visible) == ("tiled", 1, BATCH * HEADS * 49)
+    case = between_points(Case(SIZES[1], "symmetric"), 2, "integers", "euclidean", "linear")
+    tensors = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
+    said = backend.explain(**tensors, dtype="float32", **case.arguments)
+    assert (said.implementation, said.share, said.scores_visible) == ("tiled", 1, 2 * 3 * 49)
     assert np.all(np.isinf(said.horizons))
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_attention_between_points_compiles(backend: Backend) -> None:
-    case = Case((37, 37), 2, "euclidean", "log", "without a place", False, False, False, seed=3)
-    tensors, framework = case.tensors(), backend.framework
-    placed = backend.place(*(tensors[name] for name in ("query", "key", "value", "slopes")), dtype="float32")
-    positions = framework.array(case.positions())
-
+    case = Case(Sizes(2, 3, 2, (37, 37), 5), "symmetric", seed=3)
+    case, framework = between_points(case, 2, "without a place", "euclidean", "log"), backend.framework
+    placed = backend.place(*(case.arrays[name] for name in ("query", "key", "value", "slopes")), dtype="float32")
     function = backend.function(distance="euclidean", law="log", is_causal=False)
 
     def attention(query: Any, key: Any, value: Any, slopes: Any, positions: Any) -> Any:
         return function(query, key, value, slopes, positions=positions)
 
-    found = framework.numpy(framework.compiled(attention)(*placed, positions))
-    np.testing.assert_allclose(backend.layout(found), case.exact()[0].output.value, atol=2e-5)
+    found = framework.numpy(framework.compiled(attention)(*placed, framework.placed(case.arguments["positions"])))
+    assert_within_budget(backend.layout(found), case.exact("float32").output)
 
 
 def long_attention(name: str, length: int) -> Any:
@@ -264,6 +213,6 @@ def long_attention(name: str, length: int) -> Any:
 
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_memory_grows_with_the_number_of_points_alone(name: str) -> None:
-    length = 8192
+    length = 8192 if name == "jax" else 4096
     peak = peak_growth("tests.contracts.test_points:long_attention", name, length)
     assert peak < 4 * 2 * length**2 / 2  # half of the bias, in bytes; XLA takes some 100 MB to compile

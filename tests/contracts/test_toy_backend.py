@@ -9,8 +9,10 @@ import alibi_core
 from alibi_core.conformance import BackendAdapter, check
 from tests.support import toy_backend
 
+FLOAT32, FLOAT64 = toy_backend.adapters()
 
-@pytest.mark.parametrize("adapter", toy_backend.adapters(), ids=lambda adapter: adapter.dtype)
+
+@pytest.mark.parametrize("adapter", [FLOAT32, pytest.param(FLOAT64, marks=pytest.mark.slow)], ids=lambda x: x.dtype)
 def test_a_toy_backend_keeps_all_laws(adapter: BackendAdapter, alibi_profile: str, alibi_seed: int) -> None:
     report = check(adapter, profile=alibi_profile, seed=alibi_seed)
     assert report.passed, str(report)

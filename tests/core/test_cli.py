@@ -14,6 +14,7 @@ import pytest
 
 import alibi_core
 from alibi_core.backend.checks import install_hint
+from tests.contracts.test_decoders import MODELS, tensors_of
 from tests.support.checkpoints import write
 from tests.support.cli import main
 
@@ -117,20 +118,10 @@ def test_horizons_beyond_all_numbers_are_endless(options: list[str], capsys: pyt
     assert [row[2] for row in table(capsys)] == ["all", "all"]
 
 
-def write_baichuan(directory: Path, num_heads: int) -> Path:
-    """Write a checkpoint of one layer with nothing in it but names and shapes."""
-    file = pytest.importorskip("safetensors.numpy")
-    width, hidden, config = 8 * num_heads, 24, {"model_type": "baichuan", "vocab_size": 11, "num_hidden_layers": 1}
-    config |= {"hidden_size": width, "intermediate_size": hidden, "num_attention_heads": num_heads}
-    block = {"self_attn.W_pack": (3 * width, width), "self_attn.o_proj": (width, width)}
-    block |= {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
-    block |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
-    shapes = {f"model.layers.0.{name}": shape for name, shape in block.items()}
-    shapes |= {"model.embed_tokens": (11, width), "model.norm": (width,), "lm_head": (11, width)}
-    tensors = {f"{name}.weight": np.zeros(shape, np.float16) for name, shape in shapes.items()}
-    file.save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+def write_baichuan(directory: Path) -> Path:
+    """Write a checkpoint with nothing in it but names and shapes."""
+    config = {name: x for name, x in MODELS["baichuan"]["config"].items() if name != "model_max_length"}
+    return write(directory, config, {name: np.zeros(x.shape, np.float16) for name, x in tensors_of("baichuan").items()})
 
 
 def test_explain_says_what_the_heads_of_a_checkpoint_look_at(
@@ -138,7 +129,7 @@ def test_explain_says_what_the_heads_of_a_checkpoint_look_at(
 ) -> None:
     pytest.importorskip("torch")
     (tmp_path / "text").write_text("3 1 4\n1 5 9 2 6")
-    assert main(["explain", str(write_baichuan(tmp_path, 6)), "--tokens", str(tmp_path / "text")]) == 0
+    assert main(["explain", str(write_baichuan(tmp_path)), "--tokens", str(tmp_path / "text")]) == 0
     said = capsys.readouterr().out
     assert "layer: median distance (share on the first token) of each head\n0: 1 (" in said
     assert "heads that see only the first token, as layer.head: none" in said
@@ -146,10 +137,10 @@ def test_explain_says_what_the_heads_of_a_checkpoint_look_at(
 
 
 def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
-    result = alone("explain", str(write_baichuan(tmp_path, 6)))
+    result = alone("explain", str(write_baichuan(tmp_path)))
     assert (result.returncode, result.stderr) == (0, "")
     facts, rows = result.stdout.split("\n\n")[:2]
-    assert "baichuan, 13,872 parameters in float16" in facts
+    assert "baichuan, 38,352 parameters in float16" in facts
     assert "6 of 8 features, causal" in facts
     assert "canonical, from 0.5 to 0.003906" in facts
     assert "slopes times positions, in the model's dtype" in facts
@@ -265,8 +256,15 @@ class Leaves(Right):
         os._exit(0)
 
 
+class Hangs(Right):
+    def attention(self, query, key, value, slopes, is_causal, q_offset):
+        if query.shape[1] == 6:
+            time.sleep(60)
+        return super().attention(query, key, value, slopes, is_causal, q_offset)
+
+
 def several():
-    return [Dies(), Leaves(), Right()]
+    return [Dies(), Leaves(), Hangs(), Right()]
 
 
 def leaves():
@@ -307,16 +305,17 @@ def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pyte
     assert "Causal attention is exact to rounding" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_is_reported_and_the_next_adapter_checked(
+def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(
     adapters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--law", "grouped", "--json", "report.json"]
+    options = ["--law", "grouped", "--json", "report.json", "--time-limit", "2"]
     assert main(["conformance", "--adapter", "my_adapters:several", *options]) == 1
     assert "crashed: the process ended with signal" in capsys.readouterr().out
-    dead, left, right = json.loads((adapters / "report.json").read_text())["reports"]
+    dead, left, hung, right = json.loads((adapters / "report.json").read_text())["reports"]
     assert "signal 6" in dead["report"]["crash"]
     assert "the process ended with exit status 0" in left["report"]["crash"]
-    assert [x["passed"] for x in (dead, left, right)] == [False, False, True]
+    assert hung["report"]["crash"] == "a call did not return within 2 s"
+    assert [x["passed"] for x in (dead, left, hung, right)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

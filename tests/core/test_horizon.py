@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,6 @@ from alibi_core import horizon
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import ScoreBounds, key_ranges, nearest_keys
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
-from tests.contracts.test_bad_input import NAN, bools, floats, ints
 from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
 from tests.support.tiles import hostile, plain
 
@@ -178,7 +176,8 @@ class Scene:
     @cached_property
     def positions(self) -> np.ndarray:
         """Positions of queries, ``[batch, q_len]``."""
-        offset = self.case.rules(self.arguments["slopes"]).q_offset
+        q_len, kv_len = self.case.sizes.lengths
+        offset = self.arguments.get("q_offset", kv_len - q_len)
         return np.broadcast_to(offset, self.case.sizes.batch)[:, None] + np.arange(self.case.sizes.lengths[0])
 
     @cached_property
@@ -301,7 +300,7 @@ def plain_scene(sizes: Sizes, form: str = "causal", slope: float | None = None, 
     return Scene(case.with_arrays(slopes=slopes))
 
 
-@settings(max_examples=15 * settings.default.max_examples)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(scene=scenes(), tolerances=st.permutations(TOLERANCES))
 # Far from all keys distances round to many tokens in float32, and only their differences count.
 @example(scene=plain_scene(Sizes(1, 1, 2, (70, 70), 5), q_offset=10**9), tolerances=list(TOLERANCES))
@@ -383,47 +382,6 @@ def test_an_outlier_widens_no_more_than_it_must() -> None:
     assert_nothing_heavy_is_lost(scene, 4, 4, 0.01)
 
 
-# Data that is not finite
-
-
-@pytest.mark.parametrize(
-    ("framework", "bad", "form"),
-    [
-        *itertools.product([NUMPY, STRICT, TORCH, MLX], [NAN, np.inf, -np.inf], ["causal", "symmetric"]),
-        (JAX, NAN, "causal"),
-    ],
-    ids=str,
-)
-def test_what_is_not_finite_drops_nothing(framework: Framework, bad: float, form: str) -> None:
-    pytest.importorskip(framework.module)
-    case = plain_scene(Sizes(1, 2, 2, (96, 96), 5), form, seed=3).case
-    scene, compiled = Scene(case.with_arrays(slopes=np.asarray([1.0, 3.0, 1.0, 3.0]))), framework is JAX
-    clean = scene.plan(16, 16, 0.01, framework, compiled=compiled)
-    lowest, highest = np.arange(6) * 16, np.arange(6) * 16 + 15
-    everything = {"first": 0 * lowest, "stop": highest + 1 if form == "causal" else 0 * highest + 96}
-    everything["past"] = 0 * lowest + ENDLESS
-    for name in ("query", "key", "score"):
-        measured = {field: x.copy() for field, x in scene.measured.items()}
-        if name == "key":  # of the second group; in the causal form, ahead of all queries but the last
-            measured["key_norms"][:, 2:, 95] = abs(bad)
-            measured["own_scores"][:, 2:, 95] = bad
-            rows = [(h, slice(None)) for h in (2, 3)]
-        elif name == "query":
-            measured["q_norms"][:, 1, 40] = abs(bad)
-            measured["own_scores"][:, 1, 40] = bad
-            rows = [(1, slice(2, 3))]
-        else:
-            measured["own_scores"][:, 1, 40] = bad
-            rows = [(1, slice(2, 3))]
-        with np.errstate(invalid="ignore"):
-            plan = scene.plan(16, 16, 0.01, framework, measured=measured, compiled=compiled)
-        for field, expected in everything.items():
-            want = clean[field].copy()
-            for h, t in rows:
-                want[:, h, t] = expected[t]
-            assert np.array_equal(plan[field], want), (name, field)
-
-
 # The nearest keys, and tiles
 
 
@@ -437,15 +395,6 @@ def test_nearest_keys_are_the_nearest(case: Case) -> None:
         assert nearest.dtype == np.int32
         assert nearest.shape[-1] == case.sizes.lengths[0]
         assert np.array_equal(np.broadcast_to(nearest, expected.shape), expected)
-
-
-@pytest.mark.parametrize("arguments", [{}, {"mask": bools(5, 0)}, {"segment_ids": (ints(5), ints(0))}])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_nearest_keys_of_no_keys_are_none(arguments: dict[str, Any], is_causal: bool) -> None:
-    key = floats(2, 3, 0, 4)
-    call = AttentionCall.check(floats(2, 3, 5, 4), key, key, is_causal=is_causal, q_offset=-2, **arguments)
-    assert np.all(nearest_keys(call) == -1)
-    assert nearest_keys(call).shape[-1] == 5
 
 
 # Every library

@@ -129,7 +129,7 @@ def test_traced_lengths_that_cannot_be_make_nan(way: str) -> None:
         assert jnp.isnan(changed(jnp.int32(length))[0]).all()
 
 
-@pytest.mark.parametrize("lengths", [None, (2, 3)])
+@pytest.mark.parametrize("lengths", [pytest.param(None, marks=pytest.mark.slow), (2, 3)])
 def test_a_cache_of_numpy_arrays_goes_on(lengths: tuple[int, int] | None) -> None:
     """As ``jax.device_get`` or a file leaves it."""
 
@@ -143,7 +143,7 @@ def test_a_cache_of_numpy_arrays_goes_on(lengths: tuple[int, int] | None) -> Non
     assert jnp.array_equal(following(jax.device_get(cache)), following(cache))
 
 
-@pytest.mark.parametrize("lengths_are_divided", [True, False])
+@pytest.mark.parametrize("lengths_are_divided", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_that_are_divided_explicitly_stay_so(lengths_are_divided: bool) -> None:
     """One device is enough: a type tells the mesh axes, not how many devices these have."""
 
@@ -169,6 +169,7 @@ def step(cache: KVCache, tokens: tuple[jax.Array, ...]) -> tuple[KVCache, jax.Ar
     return cache, cache.attend(query, SLOPES)[:, 0]
 
 
+@pytest.mark.slow
 def test_a_scan_decodes_in_one_program_what_attention_gives() -> None:
     query, key, value = tokens(400, HEADS, seed=2), tokens(400), tokens(400, seed=1)
     first = KVCache.make(2, KV_HEADS, 400, HEAD_DIM)

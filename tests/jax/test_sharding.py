@@ -79,7 +79,8 @@ def described(way, implementation):
         entry = jax.shard_map(entry, mesh=mesh, in_specs=in_specs, out_specs=P(None, "heads"))
 
         def attend(query, key, value, slopes):
-            return jax.vmap(entry, in_axes=(0, 0, 0, 0, None), spmd_axis_name="data")(query, key, value, ids, slopes)
+            by_entry = jnp.broadcast_to(slopes, (BATCH, HEADS))  # JAX cannot add up their gradients over "data" itself
+            return jax.vmap(entry, spmd_axis_name="data")(query, key, value, ids, by_entry)
 
     with contextlib.nullcontext() if way == "unset" else jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]

@@ -17,6 +17,7 @@ from jax import export  # noqa: E402
 import alibi_jax  # noqa: E402
 from alibi_core.conformance.testing import DATA, SIZES, Case, Sizes  # noqa: E402
 from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
+from alibi_jax import TPU  # noqa: E402
 from tests.support.tiles import plain, within_tolerance  # noqa: E402
 from tests.support.tpu_cases import BOTH, QUICKLY, TENSORS, assert_exact, computed  # noqa: E402
 
@@ -185,3 +186,31 @@ def test_memory_grows_with_the_length() -> None:
         return int(lowered.compile().memory_analysis().temp_size_in_bytes)
 
     assert temporaries(32768) <= 80 * 32768 * 4 * 16  # bytes: 20 tensors of the size of the query
+
+
+# --- What is not finite, in rows so long that XLA's maximum on the CPU passes over a NaN: 4,096 in all heads ---------
+
+
+@pytest.mark.parametrize(("token", "is_causal"), [(0, True), pytest.param(300, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "implementation",
+    ["tiled", pytest.param(TPU(256, 256, interpret=True), marks=pytest.mark.slow)],
+    ids=["tiled", "tpu"],
+)
+def test_nan_in_a_key_reaches_every_query_that_may_look_at_it(token: int, implementation: Any, is_causal: bool) -> None:
+    random, slopes = np.random.default_rng(0), jnp.asarray([0.5, 0.25, 0.5, 0.02])
+    query, key, value = (jnp.asarray(random.normal(size=(1, 1024, n, 4)), jnp.float32) for n in (4, 2, 2))
+
+    def loss(*tensors: jax.Array) -> Any:
+        result = alibi_jax.attention(*tensors, slopes, implementation=implementation, is_causal=is_causal)
+        return jnp.sum(result * jnp.cos(jnp.arange(1024))[:, None, None]), result
+
+    key = key.at[0, token, 1, 2].set(jnp.nan)
+    gradients, result = compiled(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), implementation)(query, key, value)
+    seen = slice(token if is_causal else 0, None)
+    for one in (result, gradients[0]):
+        assert np.isnan(one[:, seen, 2:]).all()
+        assert np.isfinite(one[:, :, :2]).all()  # of the other key/value head
+    for one in gradients[1:]:
+        assert np.isnan(one[:, seen, 1]).all()
+        assert np.isfinite(one[:, :, 0]).all()

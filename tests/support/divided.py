@@ -1,4 +1,4 @@
-"""Sequences divided among processes or devices, and whether what these find, put together, is exact."""
+"""Calls on sequences divided among processes or devices, and the comparison of joined results with the oracle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance.testing import UNIT_ROUNDOFF, Attention, Rules, penalties, rounded, summed_over_batch
-from alibi_core.conformance.testing import assert_within_budget as assert_within
+from alibi_core.conformance import testing
+from alibi_core.conformance.testing import UNIT_ROUNDOFF, Sizes, rounded
 
 TENSORS = ("query", "key", "value")
 
@@ -47,11 +47,6 @@ class Case:
         )
         cuts = one_of((), (), (0.3, 0.31, 0.9), (0.5,))
         return replace(self, seed=seed, large=large, cuts=cuts, shift=one_of(0.0, 0.0, 1.0))
-
-    @property
-    def share(self) -> float:
-        """The share of softmax weight that may be left out."""
-        return UNIT_ROUNDOFF[self.dtype] if self.tolerance is None else self.tolerance
 
     @property
     def shard_len(self) -> int:
@@ -119,31 +114,20 @@ def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool
 
     ``found`` has ``result``, and gradients by argument; gradients of slopes are summed over batch entries.
     """
-    arrays, share = call.arrays(), call.share
-    exact = {name: x if name == "ids" else rounded(x, call.dtype) for name, x in arrays.items()}
-    batch, heads, length, _ = exact["query"].shape
-    ids = exact["ids"] if has_segments else None
-
-    def bias(slopes: Any, future: Any) -> np.ndarray:
-        future = None if future is None else rounded(future, "float32")
-        rules = Rules(rounded(slopes, "float32"), 0, call.is_causal, future, ids, ids, call.window_size)
-        return penalties(rules, batch, heads, length, length)
-
-    tensors = [exact[name] for name in ("query", "key", "value")]
-    of_call = bias(call.slopes, call.future_slopes)
-    problem = Attention(*tensors, bias=of_call, scale=call.head_dim**-0.5, dtype=call.dtype)
-    assert_within(found["result"], problem.output_without(share))
-    ones = np.ones(heads)
-    zeros = None if call.future_slopes is None else 0 * ones
-    for name, (slopes, future) in {"slopes": (ones, zeros), "future_slopes": (0 * ones, ones)}.items():
-        if name not in found:
-            continue
-        distances = -bias(slopes, future)
-        distances = np.where(np.isfinite(distances), distances, 0)
-        answers = problem.gradients_without(share, exact["cotangent"], distances)
-        answers[name] = summed_over_batch(answers.pop("slopes"))
-        for which, answer in answers.items():
-            try:
-                assert_within(found[which], answer)
-            except AssertionError as error:
-                raise AssertionError(f"gradient of {which}, {error}") from None
+    arrays, share = call.arrays(), UNIT_ROUNDOFF[call.dtype] if call.tolerance is None else call.tolerance
+    rules: dict[str, Any] = {"is_causal": call.is_causal, "window_size": call.window_size}
+    if call.future_slopes is not None:
+        rules["future_slopes"] = np.float32(call.future_slopes)
+    if has_segments:
+        rules["segment_ids"] = arrays["ids"]
+    heads = call.kv_heads, len(call.slopes) // call.kv_heads
+    problem = testing.Case(Sizes(call.batch, *heads, (call.length, call.length), call.head_dim))
+    tensors = {name: arrays[name] for name in (*TENSORS, "cotangent")}
+    problem = problem.with_arguments("", rules).with_arrays(**tensors, slopes=rounded(call.slopes, "float32"))
+    answers = {"result": problem.exact(call.dtype).output_without(share)} | problem.gradients(call.dtype, share)
+    assert found.keys() >= answers.keys()
+    for name, answer in answers.items():
+        try:
+            testing.assert_within_budget(found[name], answer)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {error}") from None

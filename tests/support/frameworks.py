@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +189,9 @@ def _torch_gradients(function: Callable[..., Any], tensors: list[Any], weight: A
 def _jax_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
     import jax
 
-    return jax.grad(lambda *x: (function(*x) * weight).sum(), argnums=tuple(range(len(tensors))))(*tensors)
+    # Compiled once; operation by operation, JAX would compile each of some hundred.
+    gradient = jax.grad(lambda *x: (function(*x) * weight).sum(), argnums=tuple(range(len(tensors))))
+    return jax.jit(gradient)(*tensors)
 
 
 def _mlx_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
@@ -213,16 +215,26 @@ def backend_param(framework: Framework, module: str, implementation: str | None,
     return param(item, item.name, framework, *marks)
 
 
+def slow_in_jax(items: list[Any]) -> list[Any]:
+    """Return the items, for a test that is slow in JAX, which compiles for long."""
+    marks = [[*x.marks, *([pytest.mark.slow] if "jax" in x.id else [])] for x in items]
+    return [pytest.param(*x.values, id=x.id, marks=y) for x, y in zip(items, marks, strict=True)]
+
+
+def few_in_jax(items: list[Any], values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return each item with each value; in JAX, which compiles for each, all but the quick values are slow."""
+    found = []
+    for value in values:
+        for item in items if value in quick else slow_in_jax(items):
+            found.append(pytest.param(*item.values, value, id=f"{item.id}-{value}", marks=item.marks))
+    return found
+
+
 FRAMEWORKS = [param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
 COMPILERS = [param(f, f.name, f) for f in (TORCH, JAX, MLX)]
 FRAMEWORK = {f.name: f for f in (TORCH, JAX, MLX)}
 NAMES = [param(f.name, f.name, f) for f in FRAMEWORK.values()]
-# For tests in which JAX compiles for long.
-NAMES_SLOW_IN_JAX = [
-    param("torch", "torch", TORCH),
-    param("jax", "jax", JAX, pytest.mark.slow),
-    param("mlx", "mlx", MLX),
-]
+NAMES_SLOW_IN_JAX = slow_in_jax(NAMES)
 BACKENDS = [
     *(backend_param(framework, "alibi_core", None) for framework in (NUMPY, STRICT, TORCH, MLX, DASK)),
     *(backend_param(TORCH, "alibi_torch", name) for name in ("tiled", "sdpa", "dense")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +123,13 @@ def hostile(case: Case, data: str, sign: int) -> Case:
 
 
 def assert_no_more_left_out(
-    backend: Backend, case: Case, tolerance: float, dtype: str = "float32", **arguments: Any
+    backend: Backend, case: Case, *tolerances: float, dtype: str = "float32", **arguments: Any
 ) -> None:
-    """Assert that a result is exact to rounding and to what a share of the weight can move."""
-    result = attend(backend, case, dtype, tolerance=tolerance, **arguments)
-    assert_within(result, within_tolerance(case.exact(dtype).output, case, tolerance))
+    """Assert that results are exact to rounding and to what a share of the weight can move."""
+    answer = case.exact(dtype).output
+    for tolerance in tolerances:
+        result = attend(backend, case, dtype, tolerance=tolerance, **arguments)
+        assert_within(result, within_tolerance(answer, case, tolerance))
 
 
 def within_tolerance(answer: Answer, case: Case, tolerance: float) -> Answer:
@@ -140,9 +143,12 @@ def assert_exact(
     case: Case,
     dtype: str = "float32",
     tolerance: float | None = None,
-    wanted: tuple[str, ...] | None = None,
+    asked: Iterable[tuple[str, ...] | None] = (None,),
 ) -> None:
-    """Assert that result and gradients of a case, or those wanted, are exact to rounding, and to the tolerance."""
+    """Assert that result and gradients of a case are exact to rounding, and to the tolerance.
+
+    Each item of ``asked`` names gradients that are asked for alone; None asks for all.
+    """
     share = UNIT_ROUNDOFF[dtype] if tolerance is None else tolerance
     assert_within(attend(backend, case, dtype, tolerance=tolerance), case.exact(dtype).output_without(share))
     inputs = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
@@ -150,6 +156,7 @@ def assert_exact(
     if "future_slopes" in arguments:
         inputs["future_slopes"] = arguments.pop("future_slopes")
     answers = case.gradients(dtype, share)
-    found = backend.gradients(inputs, case.arrays["cotangent"], dtype=dtype, wanted=wanted, **arguments)
-    for name, gradient in found.items():
-        assert_within(gradient, answers[name])
+    for wanted in asked:
+        found = backend.gradients(inputs, case.arrays["cotangent"], dtype=dtype, wanted=wanted, **arguments)
+        for name, gradient in found.items():
+            assert_within(gradient, answers[name])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_jax
-from alibi_core.conformance.testing import SMALLEST, UNIT_ROUNDOFF, Answer, Case, Sizes
+from alibi_core.conformance.testing import SMALLEST, UNIT_ROUNDOFF, Answer, Case
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from alibi_jax import TPU
 from tests.support.frameworks import JAX
@@ -19,24 +19,9 @@ from tests.support.frameworks import JAX
 INTERPRETED = TPU(128, 128, interpret=True)
 QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
 TENSORS = ("query", "key", "value")
-STEEP = (4.0, 1.0, 0.3, 0.0625, 0.03, 2.0**-16, 0.0)
 BOTH = pytest.mark.parametrize(
     "implementation", ["tiled", pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=["tiled", "tpu"]
 )
-
-
-def replaced(case: Case, *, arguments: dict[str, Any] | None = None, **arrays: np.ndarray) -> Case:
-    """Return the case with other arrays or arguments, the rest as they are."""
-    changed = case.with_tensors(**arrays)
-    changed.__dict__["arguments"] = case.arguments if arguments is None else arguments
-    return changed
-
-
-def plain(sizes: Sizes, *, seed: int = 0, slopes: Any = None, arrays: dict[str, np.ndarray] | None = None) -> Case:
-    """Return a causal case; tests replace the fields that they are about."""
-    case = Case(sizes, "causal", None, None, None, None, slopes_per_batch=False, seed=seed)
-    arrays = {} if arrays is None else arrays
-    return replaced(case, **arrays, **({} if slopes is None else {"slopes": np.asarray(slopes, np.float64)}))
 
 
 # --- What the oracle says -------------------------------------------------------------------------------------------

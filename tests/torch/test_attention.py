@@ -236,3 +236,20 @@ def test_bias_module_takes_no_lengths_that_equal_integers(length: object) -> Non
     module(1), module(3)
     with pytest.raises(TypeError, match="q_len must be an integer"):
         module(length)
+
+
+@pytest.mark.parametrize("arguments", [{"window_size": 1.0}, {"window_size": True}, {"is_causal": 1}])
+def test_equal_numbers_of_another_kind_are_refused_after_a_call_that_was_checked(arguments: dict[str, object]) -> None:
+    inputs = tensors(5)
+    alibi_torch.attention(*inputs, window_size=1, is_causal=True)
+    with pytest.raises(TypeError, match=f"{next(iter(arguments))} must be"):
+        alibi_torch.attention(*inputs, **({"window_size": 1} | arguments))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_call_that_was_checked_lets_no_wrong_tensor_pass(place: int) -> None:
+    inputs = tensors(5)
+    alibi_torch.attention(*inputs)
+    for change in (torch.Tensor.double, torch.Tensor.to_sparse, lambda x: x.to("meta")):
+        with pytest.raises((TypeError, ValueError)):
+            alibi_torch.attention(*(change(x) if i == place else x for i, x in enumerate(inputs)))

@@ -211,7 +211,8 @@ def test_no_cast_of_the_model_rounds_slopes() -> None:
     assert torch.equal(hidden(cast_after, tokens), hidden(with_alibi(rounded.float(), slopes=slopes), tokens))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["bert", *(pytest.param(x, marks=pytest.mark.slow) for x in CONFIGS if x != "bert")])
 def test_one_graph_for_masks_and_packed_rows(family: str, packed: bool) -> None:
     model, tokens = with_alibi(model_of(family)), tokens_of(2, 17)
     torch.compiler.reset()  # models of transformers share code, and so a limit of graphs

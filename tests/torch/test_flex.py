@@ -30,6 +30,7 @@ SLOPES = torch.tensor([1.0, 0.25, 0.0, 2.0**-8])
 FUTURE = torch.tensor([0.5, 0.0, 0.125, 1.0])
 PLACES = torch.randn(320, 2, generator=torch.Generator().manual_seed(0)) * 9
 PLACES[3] = torch.nan  # a token without a position
+PLACES[9, 1] = torch.nan  # and one that lacks a coordinate
 
 # Names, lengths (queries, keys) and arguments; tensors are made where they are used.
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -77,14 +78,20 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "negative slopes": ((300, 300), {"slopes": SLOPES - 0.01, "allow_negative_slopes": True}),
     "slopes by batch": ((257, 257), {"slopes": SLOPES * torch.tensor([[1.0], [0.3]])}),
     "times": ((300, 300), {"positions": PLACES[:300, 0]}),
+    "times after all keys": ((140, 300), {"positions": (torch.arange(140) + 10**7, torch.arange(300))}),
+    "points beside all keys": (
+        (140, 300),
+        {"positions": (PLACES[10:150] // 1 + 2**20, PLACES[10:310] // 1), "distance": "manhattan", "is_causal": False},
+    ),
     "law": ((257, 257), {"law": "log"}),
     "law far away": ((140, 300), {"law": "sqrt", "q_offset": 1000, "is_causal": False}),
     "asymmetric law": ((140, 300), {"law": "log", "is_causal": False, "future_slopes": FUTURE, "window_size": 100}),
     "points": ((257, 257), {"positions": PLACES[:257], "distance": "euclidean", "is_causal": False}),
+    "points on squares": ((100, 100), {"positions": PLACES[:100], "distance": "chebyshev", "is_causal": False}),
     "points by batch": (
         (140, 300),
         {
-            "positions": ((PLACES[4:284] * 5).int().reshape(2, 140, 2), (PLACES[20:] * 5).int()),
+            "positions": ((PLACES[10:290] * 5).int().reshape(2, 140, 2), (PLACES[20:] * 5).int()),
             "distance": "chebyshev",
             "law": "sqrt",
             "is_causal": False,
@@ -310,7 +317,8 @@ def test_planning_reads_nothing_from_the_device(
     "name",
     [
         *("one token", "asymmetric", "offset by batch", "pair of segments", "masked rows"),
-        *("times", "law far away", "points by batch"),
+        *("times", "times after all keys", "law far away"),
+        *("points on squares", "points beside all keys", "points by batch"),
     ],
 )
 def test_flex_attention_itself_takes_what_it_is_given(name: str) -> None:

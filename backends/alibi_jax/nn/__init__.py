@@ -1,7 +1,4 @@
-"""Layers and models for Flax, and saving and loading of their weights.
-
-Input: configurations, arrays and checkpoints. Output: modules with trainable parameters.
-"""
+"""Layers and models for Flax, and saving and loading of their weights."""
 
 from alibi_core.backend.models import AlibiConfig
 from alibi_jax.nn._attention_fn import attention_fn

@@ -1,7 +1,4 @@
-"""Layers and models for MLX, and loading of checkpoints.
-
-Input: configurations, arrays and checkpoints. Output: modules with trainable parameters.
-"""
+"""Layers and models for MLX, and loading of checkpoints."""
 
 from alibi_core.backend.models import AlibiConfig
 from alibi_mlx.nn._checkpoint import load_checkpoint

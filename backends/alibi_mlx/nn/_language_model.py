@@ -67,8 +67,7 @@ class AlibiLanguageModel(SavesLayers, models.BaseLanguageModel):
             ``[batch, length, vocab_size]``.
 
         Raises:
-            ValueError: If both ``caches`` and ``cache`` are given, or an argument of :class:`AlibiTransformer` is
-                wrong.
+            ValueError: If both ``caches`` and ``cache`` are given.
         """
         if cache is not None and caches is not None:
             raise ValueError("cache must be None where caches are given: both mean one cache a block")

@@ -138,11 +138,9 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Ca
     key_bias = None if call.added_key_bias is None else F.pad(call.added_key_bias, (0, kv_padding))
     points = None
     if call.q_points is not None and call.kv_points is not None:
-        # Per dimension, [batch, padded length] of queries and of keys; a subtraction of wide integers cannot wrap.
+        # Per dimension, [batch, padded length] of queries and of keys.
         padded = F.pad(call.q_points, (0, 0, 0, q_padding)), F.pad(call.kv_points, (0, 0, 0, kv_padding))
-        least = [torch.float32 if x.is_floating_point() else torch.int64 for x in padded]
-        wide = (x.to(torch.promote_types(x.dtype, y)).unbind(-1) for x, y in zip(padded, least, strict=True))
-        points = list(zip(*wide, strict=True))
+        points = list(zip(*(_wide(x).unbind(-1) for x in padded), strict=True))
 
     def ahead(b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return key position minus query position, in tokens; in space minus the distance, as everywhere.
@@ -196,23 +194,41 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Ca
 
 
 def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
-    """Return the penalty of each query's nearest key, ``[batch, num_heads, queries]``; None for 0, and for points.
+    """Return the penalty of each query's nearest key, or less, ``[batch, num_heads, queries]``; None for 0.
 
     It is subtracted from the penalties of the row: a constant per row cancels in softmax, but if all keys are far away,
     large penalties would cost float32 digits. With ``future_slopes`` the subtraction is a constant only if all keys lie
     on one side of the query.
     """
-    if call.sees_own_key or call.q_points is not None:
+    if call.sees_own_key:
         return None
-    nearest = nearest_keys(call).clamp(min=0)
-    if call.future_slopes is not None and (call.mask is not None or call.q_segment_ids is not None):
-        positions = call.positions()[0]  # [q_len] or [batch, q_len]
-        is_outside = (positions < 0) | (positions >= call.kv_len)
-        is_outside = is_outside[..., None, :] if is_outside.ndim > 1 else is_outside
-        nearest = torch.where(is_outside, nearest, 0)
+    if call.q_points is not None and call.kv_points is not None:
+        nearest = _distance_to_box(call, call.q_points, call.kv_points)[:, None]
+    else:
+        nearest = nearest_keys(call).clamp(min=0)
+        if call.future_slopes is not None and (call.mask is not None or call.q_segment_ids is not None):
+            positions = call.positions()[0]  # [q_len] or [batch, q_len]
+            is_outside = (positions < 0) | (positions >= call.kv_len)
+            is_outside = is_outside[..., None, :] if is_outside.ndim > 1 else is_outside
+            nearest = torch.where(is_outside, nearest, 0)
     if call.law != "linear":
         nearest = penalty(call.xp, nearest.to(torch.float32), call.law)
     return F.pad(nearest, (0, q_padding)).expand(*call.batch, call.num_heads, call.q_len + q_padding)
+
+
+def _distance_to_box(call: AttentionCall, q_points: Tensor, kv_points: Tensor) -> Tensor:
+    """Return each query's distance from the box around all keys, ``[batch, q_len]``: no key is nearer."""
+    queries, keys = _wide(q_points), _wide(kv_points)
+    lowest, highest = keys.amin(dim=-2, keepdim=True), keys.amax(dim=-2, keepdim=True)
+    beyond = torch.maximum(lowest - queries, queries - highest).clamp(min=0)  # [batch, q_len, dims]
+    distance = relative_position(call.xp, list(beyond.unbind(-1)), call.distance, torch.float32).abs()
+    return torch.where(torch.isnan(distance), 0, distance)  # a token without a position is near all others
+
+
+def _wide(points: Tensor) -> Tensor:
+    """Return points in a dtype in which a subtraction cannot wrap."""
+    least = torch.float32 if points.is_floating_point() else torch.int64
+    return points.to(torch.promote_types(points.dtype, least))
 
 
 def _has_exact_positions(call: AttentionCall) -> bool:
