@@ -132,13 +132,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: int | Tensor | None,
-    *,
-    used: int | None = None,
-    **arguments: Any,
+    query: Tensor, key: Tensor, value: Tensor, slopes: int | Tensor | None, *, used: int | None = None, **arguments: Any
 ) -> AttentionCall:
     """Return ``AttentionCall.check`` of these arguments; checks of shapes and plain numbers are cached.
 

@@ -123,12 +123,14 @@ class KVCache:
             ValueError: If the cache is full, or has another batch size, dtype or device.
         """
         _check_appended(key, value, self.key)
+        new = key.shape[2]
         if lengths is not None or self.lengths is not None:
-            return self._append_by_row(key, value, self._counts(lengths, key.shape[2]))
-        check_room(key.shape[2], self.max_length, self.length)
-        self.key.narrow(2, self.length, key.shape[2]).copy_(key)
-        self.value.narrow(2, self.length, key.shape[2]).copy_(value)
-        self.length += key.shape[2]
+            self._append_by_row(key, value, self._counts(lengths, new))
+        else:
+            check_room(new, self.max_length, self.length)
+            self.key.narrow(2, self.length, new).copy_(key)
+            self.value.narrow(2, self.length, new).copy_(value)
+            self.length += new
         return self._held_tensors()
 
     def _held_tensors(self) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,7 @@ class KVCache:
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
         self.lengths, self.length = torch.from_numpy(lengths), int(lengths.max())
 
-    def _append_by_row(self, key: Tensor, value: Tensor, counts: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+    def _append_by_row(self, key: Tensor, value: Tensor, counts: np.ndarray[Any, Any]) -> None:
         tokens = RowTokens.of(self._held(), counts)
         end = int(tokens.ends.max())
         check_room(end - self.length, self.max_length, self.length)
@@ -166,7 +168,6 @@ class KVCache:
         self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
         self._hold(tokens.ends)
         self._measured = self.length
-        return self.key[:, :, :end], self.value[:, :, :end]
 
     @explains_keywords
     def attend(

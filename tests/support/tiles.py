@@ -74,7 +74,7 @@ def planned_from(keys: int) -> contextlib.AbstractContextManager[None]:
     """Have PyTorch measure, and leave out what norms prove not to matter, from so many keys on."""
     return horizon.tiled_as(
         horizon.Tiling(
-            64,
+            256,  # at least the rows of a tile
             128,
             worthwhile=20,
             norm_bounds=norm_bounds,

@@ -38,19 +38,14 @@ def flex_attention(
 
     All keys are read once to measure their norms, unless ``norms`` bounds them.
     """
-    attend = functools.partial(_attend, norms, kernel_options)
+    attend = functools.partial(_attend, norms, {} if kernel_options is None else {"kernel_options": kernel_options})
     if not torch.compiler.is_compiling() and needs_gradients(query, key, value, call.slopes, call.future_slopes):
         return twice_differentiable(attend, call, query, key, value)
     return attend(call, query, key, value)
 
 
 def _attend(
-    norms: KeyNorms | None,
-    kernel_options: dict[str, Any] | None,
-    call: AttentionCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    norms: KeyNorms | None, others: dict[str, Any], call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     learns = needs_gradients(call.slopes, call.future_slopes)
     # Tolerance 0 makes the plan skip all measuring. The horizon knows neither points nor laws.
@@ -71,9 +66,8 @@ def _attend(
     # [batch, heads, padded length, padded head_dim]; padded features are 0 and change no score.
     query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
-    options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
+    options = others | {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}
-    options |= {} if kernel_options is None else {"kernel_options": kernel_options}
     kernel = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else flex.flex_attention
     result = kernel(query, key, value, score_mod=bias, **options)
     if learns:  # slopes get their gradient from a second attention, see _tangent

@@ -217,10 +217,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         return tuple(F.linear(*x) for x in zip((query, key, value), weights, biases, strict=True))
 
     def _masks(
-        self,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        sizes: tuple[int, int, int, int],
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, sizes: tuple[int, int, int, int]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return a boolean mask, True for visible keys, and a bias; both broadcast to the scores' shape ``sizes``."""
         batch, num_heads, q_len, kv_len = sizes

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from alibi_core import slopes as canonical_slopes
 from alibi_core.backend import AttentionCall, checks
 from alibi_core.backend.horizon import LARGEST_TOLERANCE, tolerance_of
-from alibi_core.backend.sharding import HALO_SHARE, Shards
+from alibi_core.backend.sharding import HALO_SHARE, Shards, check_shard_slopes
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._internals import in_transform
-from alibi_torch.parallel._group import agree, check_device, local_slopes, place_of
+from alibi_torch.parallel._group import agree, check_device, place_of
 from alibi_torch.parallel._halo import GatherHalo, Halo, gathered
 from alibi_torch.parallel._reach import needed_tokens
 
@@ -111,17 +111,17 @@ def attention(
     heads = query.shape[1]
     if slopes is None:
         slopes = canonical_slopes(heads * place.head_shards, xp=xp, device=query.device)
-    own_slopes, own_future = (
-        local_slopes(name, given, heads, place)
-        for name, given in (("slopes", slopes), ("future_slopes", future_slopes))
-    )
+    rates = {"slopes": slopes, "future_slopes": future_slopes}
+    for name, given in rates.items():
+        if given is not None:  # of all processes' heads; this process computes its own
+            check_shard_slopes(name, given, heads, place.head_shards, "processes")
+            rates[name] = given[place.head_rank * heads :][:heads]
     call = AttentionCall.check(
         query,
         key,
         value,
-        own_slopes,
+        **rates,
         is_causal=is_causal,
-        future_slopes=own_future,
         segment_ids=segment_ids,
         window_size=window_size,
         scale=scale,

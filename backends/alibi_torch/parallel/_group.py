@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from alibi_core.backend.sharding import check_shard_slopes
-
 LARGEST_TAG = 2**24  # Tags of messages are taken modulo this.
 
 
@@ -80,14 +78,6 @@ def check_device(place: Place, tensor: Tensor) -> None:
     except RuntimeError as error:
         kind = tensor.device.type
         raise ValueError(f"query must be on a device that the process group has a backend for, got {kind}") from error
-
-
-def local_slopes(name: str, slopes: Any, heads: int, place: Place) -> Any:
-    """Return the slopes of this process's heads, a slice of the slopes of all heads."""
-    if slopes is None:
-        return None
-    check_shard_slopes(name, slopes, heads, place.head_shards, "processes")
-    return slopes[place.head_rank * heads :][:heads]
 
 
 _tags = count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,19 +56,20 @@ class TensorParallelAttention(ParallelStyle):
         plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
         parallelize_module(module, device_mesh, plan | {"out_proj": RowwiseParallel()})
         # From here on the module has only this process's heads: slopes, shape and class.
-        heads = module.shape.num_heads // size
+        shape = module.shape
+        heads, kv_heads = shape.num_heads // size, shape.num_kv_heads // size
         mine = slice(rank * heads, (rank + 1) * heads)
+        fields: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads}
         for name in ("slopes", "future_slopes"):
-            if (slopes := getattr(module, name)) is not None:
+            values, slopes = getattr(shape, name), getattr(module, name)
+            fields[name] = None if values is None else values[mine]
+            if slopes is not None:
                 setattr(module, name, slopes[mine].clone())
+        module.shape = replace(shape, **fields)
         if module.log_slopes is not None:
             whole = module.log_slopes
             divided = distribute_tensor(whole.detach(), device_mesh, [Shard(0)])
             module.log_slopes = nn.Parameter(divided, requires_grad=whole.requires_grad)
-        shape = module.shape
-        future_slopes = None if shape.future_slopes is None else shape.future_slopes[mine]
-        fields = {"slopes": shape.slopes[mine], "future_slopes": future_slopes}
-        module.shape = replace(shape, num_heads=heads, num_kv_heads=shape.num_kv_heads // size, **fields)
         module.__class__ = ShardedAttention
         return module
 

@@ -59,15 +59,6 @@ class Rules(NamedTuple):
         return bias - bias.expand(len(origins), -1, -1).gather(-1, origins)
 
 
-class Plan(NamedTuple):
-    """The plan that the layers of one pass share."""
-
-    # The checked call of a layer; or for small calls a dense bias, [batch or 1, num_kv_heads, heads per group * q_len,
-    # kv_len].
-    how: AttentionCall | Tensor
-    blind: Tensor | None  # [batch, q_len] booleans, True for queries that see no key; None if there are none
-
-
 def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
     """Return the causal attention of the last queries, ``[batch, num_heads, q_len, head_dim]``.
 
@@ -84,20 +75,26 @@ def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Toke
     is_small = is_plain and key.shape[2] <= SHARED_KEYS and query.shape[2] * key.shape[2] <= SHARED_SCORES
     is_dense = is_small and not needs_gradients(query, key, value)
     facts = (rules, query.shape, key.shape, query.dtype, query.device, is_dense)
-    plan = tokens.once(facts, lambda: make_plan(rules, tokens, query, key, value, is_dense))
-    if isinstance(plan.how, Tensor):
-        result = _with_bias(query, key, value, plan.how, rules.scale)
+    plan, blind = tokens.once(facts, lambda: _plan(rules, tokens, query, key, value, is_dense))
+    if isinstance(plan, Tensor):
+        result = _with_bias(query, key, value, plan, rules.scale)
     else:
-        result = run(plan.how, query, key, value, None, None)
-    if plan.blind is None:
+        result = run(plan, query, key, value, None, None)
+    if blind is None:
         return result
     # The models mask by a huge negative score, so softmax of a fully masked row is uniform: the mean of all values.
     mean = places.mean(dim=2, keepdim=True).repeat_interleave(query.shape[1] // places.shape[1], dim=1)
-    return torch.where(plan.blind[:, None, :, None], mean, result)
+    return torch.where(blind[:, None, :, None], mean, result)
 
 
-def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: Tensor, is_dense: bool) -> Plan:
-    """Return the plan for layers with these rules and tensors of these shapes."""
+def _plan(
+    rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: Tensor, is_dense: bool
+) -> tuple[AttentionCall | Tensor, Tensor | None]:
+    """Return what layers with these rules share: a checked call, or a dense bias, and the queries that see no key.
+
+    The bias is ``[batch or 1, num_kv_heads, heads per group * q_len, kv_len]``. The queries are ``[batch, q_len]``
+    booleans, True for those that see no key; None if there are none.
+    """
     q_len, device = query.shape[2], query.device
     tokens = tokens.beside(key)
     text, blind = tokens.text, None
@@ -109,12 +106,6 @@ def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: T
     working = torch.promote_types(query.dtype, torch.float32)
     slopes = torch.tensor(rules.slopes, dtype=torch.float64, device=device) * (rules.additions / rules.divisor)
     key_bias = rules.key_bias(slopes, tokens, query.dtype)
-    rows = -1, key.shape[1], query.shape[1] // key.shape[1] * q_len, key.shape[2]
-    if is_dense and q_len == 1 and key_bias is not None:
-        # One query sees all text keys; its distances count from the last key: [batch or 1, num_heads, 1, kv_len].
-        bias = (key_bias - key_bias[..., -1:]).to(working)[:, :, None, :]
-        bias = bias if text is None else bias.masked_fill(~text[:, None, None, :], -torch.inf)
-        return Plan(bias.reshape(rows), blind)
     if key_bias is not None:
         # Keep only the difference to slopes * offset (the model's rounding): it is small enough for float32.
         key_bias = (key_bias - slopes[:, None] * tokens.offsets(device)[:, None, :]).to(working)
@@ -131,8 +122,10 @@ def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: T
         xp=xp,
     )
     call = replace(call, added_key_bias=key_bias)
+    if not is_dense:
+        return call, blind
     # call.bias() is 0 for queries without keys.
-    return Plan(call.bias()[0].reshape(rows) if is_dense else call, blind)
+    return call.bias()[0].reshape(-1, key.shape[1], query.shape[1] // key.shape[1] * q_len, key.shape[2]), blind
 
 
 def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -41,8 +41,7 @@ class AcceleratedModel:
     alibi_layers: tuple[Any, ...]
     alibi_state: State  # shared with the layers
 
-    def run_own(self, given: dict[str, Any]) -> Any:
-        """Run the model's original forward."""
+    def _run_own(self, given: dict[str, Any]) -> Any:
         return self.alibi_own.forward(self, **given)
 
 
@@ -58,7 +57,7 @@ def _forward(own: type[Any]) -> Callable[..., Any]:
         tokens = carried(mask, state.tokens) if is_carrier(mask) else read_tokens(self, given)
         if isinstance(tokens, str):
             state.count(self, tokens)
-            return self.run_own(given)
+            return self._run_own(given)
         if tokens.sequences is not None and not is_unreadable(tokens.sequences):
             if given.get("use_cache"):
                 raise ValueError("use_cache must be False where position_ids pack several sequences into a row")
@@ -100,11 +99,10 @@ class AcceleratedFalconModel(AcceleratedModel, FalconModel):
     alibi_own, alibi_layer = FalconModel, AcceleratedFalconAttention
     forward = _forward(FalconModel)
 
-    def run_own(self, given: dict[str, Any]) -> Any:
-        """Run the model's original forward."""
+    def _run_own(self, given: dict[str, Any]) -> Any:
         self.use_alibi = True
         try:
-            return super().run_own(given)
+            return super()._run_own(given)
         finally:
             self.use_alibi = False
 
