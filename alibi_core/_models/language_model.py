@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from alibi_core._arrays import (
     explains_keywords,
     host_values,
     namespace_of,
+    running_sum,
 )
 from alibi_core._models.attention_layer import scaled
 from alibi_core._models.encoder import TextRows
@@ -34,11 +36,15 @@ class Generation:
 
     Attributes:
         temperature: Divisor of logits before tokens are drawn; 0 takes the likeliest token.
+        top_k: Number of the likeliest tokens to draw from; None for all.
+        top_p: Draw from the fewest likeliest tokens whose probabilities sum to at least this; None for all.
         eos_token_ids: The tokens that end a row.
         pad_token_id: The token after the end of a row; None if rows do not end.
     """
 
     temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
@@ -50,6 +56,8 @@ class Generation:
         vocab_size: int,
         *,
         temperature: Any = 0.0,
+        top_k: Any = None,
+        top_p: Any = None,
         eos_token_id: Any = None,
         pad_token_id: Any = None,
         is_padded: bool = False,
@@ -57,6 +65,15 @@ class Generation:
         """Check the arguments of ``generate``; ``is_padded`` says whether prompts differ in length."""
         checks.non_negative_int("max_new_tokens", max_new_tokens)
         temperature = checks.non_negative_number("temperature", temperature)
+        for name, given in (("top_k", top_k), ("top_p", top_p)):
+            if given is not None and temperature == 0:
+                raise ValueError(
+                    f"{name} must be None with temperature=0, which takes the likeliest token, got {given}"
+                )
+        if top_k is not None:
+            top_k = min(checks.positive_int("top_k", top_k), vocab_size)
+        if top_p is not None and not 0 < checks.real_number("top_p", top_p) <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
         if 0 in checks.tokens(tokens).shape:
             raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tuple(tokens.shape)}")
         if vocab_size - 1 > _most(tokens.dtype):
@@ -79,16 +96,37 @@ class Generation:
         pads = (*named["pad_token_id"], *ends)
         return cls(
             temperature=max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0.0,
+            top_k=None if top_k == vocab_size else top_k,
+            top_p=None if top_p is None or top_p == 1 else float(top_p),
             eos_token_ids=tuple(map(int, ends)),
             pad_token_id=int(pads[0]) if pads else None,
         )
 
-    def scaled_logits(self, logits: Any) -> Any:
-        """Return the logits divided by the temperature, float32; the largest is 0."""
+    def filter_logits(self, logits: Any) -> Any:
+        """Return the logits divided by the temperature, ``[..., vocab_size]`` float32, -inf for excluded tokens.
+
+        The largest logit is 0. ``top_k`` excludes all but the likeliest tokens; then ``top_p`` excludes the tokens
+        after the likeliest ones have reached it. A token as likely as the last included token is included.
+        """
         xp = namespace_of(logits)
         logits = astype(xp, logits, xp.float32)
         # Subtract the maximum before the division: a small temperature must not give +inf.
-        return (logits - xp.max(logits, axis=-1, keepdims=True)) / self.temperature
+        logits = (logits - xp.max(logits, axis=-1, keepdims=True)) / self.temperature
+        if self.top_k is None and self.top_p is None:
+            return logits
+        none = asarray(xp, -math.inf, xp.float32, device_of(xp, logits))
+        ordered = -xp.sort(-logits, axis=-1)
+        if self.top_k is not None:
+            # [..., 1]: the smallest logit of the top_k likeliest tokens
+            least = ordered[..., self.top_k - 1 : self.top_k]
+            logits, ordered = (xp.where(x < least, none, x) for x in (logits, ordered))
+        if self.top_p is not None:
+            weights = xp.exp(ordered)
+            # Weight of all likelier tokens; a token is drawn if that is below top_p.
+            before = running_sum(xp, weights) - weights
+            is_drawn = before < self.top_p * xp.sum(weights, axis=-1, keepdims=True)
+            logits = xp.where(logits < xp.min(xp.where(is_drawn, ordered, -none), axis=-1, keepdims=True), none, logits)
+        return logits
 
     def next_tokens(self, chosen: Any, ended: Any | None) -> tuple[Any, Any | None]:
         """Return the next tokens, with the pad token in rows that had ended before, and a mask of ended rows.
@@ -160,6 +198,8 @@ class BaseLanguageModel(BaseTextModel):
         lengths: Any | None = None,
         mask: Any | None = None,
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         key: Any | None = None,
@@ -176,6 +216,9 @@ class BaseLanguageModel(BaseTextModel):
             mask: ``[batch, length]`` booleans or integers, 0 for padding, on either side, in place of lengths.
             temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
                 the model's own distribution, less is more cautious.
+            top_k: Draw only from this many of the likeliest tokens.
+            top_p: Draw only from the fewest likeliest tokens (after ``top_k``) whose probabilities sum to at least
+                this.
             eos_token_id: A token, or several, that ends a row.
             pad_token_id: Token that fills rows that have ended or are shorter than others. Default: ``eos_token_id``,
                 the first of several, or 0.
@@ -186,19 +229,15 @@ class BaseLanguageModel(BaseTextModel):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a number is out of range, JAX's key is missing, or ``tokens`` is not ``[batch, length]`` with
-                a token in each row, or has a token without an embedding.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, JAX's key is
+                missing, or ``tokens`` is not ``[batch, length]`` with a token in each row, or has a token without an
+                embedding.
         """
+        draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
         prompts = Prompts.check(checks.tokens(tokens, self._xp), lengths, mask)
-        rules = Generation.check(
-            prompts.tokens,
-            max_new_tokens,
-            self._vocab_size,
-            temperature=temperature,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            is_padded=prompts.lengths is not None,
-        )
+        is_padded = prompts.lengths is not None
+        rules = Generation.check(prompts.tokens, max_new_tokens, self._vocab_size, **draws, **ends, is_padded=is_padded)
         return prompts.followed_by(self._generate(prompts, max_new_tokens, rules, key), rules.pad_token_id or 0)
 
     def _generate(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend.models import AlibiConfig
-from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX, few_in_jax
+from alibi_core.backend.models import AlibiConfig, Generation
+from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, NAMES_SLOW_IN_JAX, Framework, few_in_jax
 from tests.support.models import Model, lively_model, make_module
 
 VOCAB_SIZE = 13
@@ -62,18 +62,51 @@ def test_rows_end_and_are_filled(name: str) -> None:
         assert np.array_equal(generated(name, prompt, 9, eos_token_id=eos, **options), expected)
 
 
-@pytest.mark.parametrize(("name", "temperature"), few_in_jax(NAMES, [2.0, 0.5], 2.0))
-def test_tokens_are_drawn_from_the_models_distribution(name: str, temperature: float) -> None:
+def drawn_from(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
+    """Return the probabilities that tokens are drawn with, by the rule told in words."""
+    scaled = (logits.astype(np.float64) - logits.max()) / temperature
+    chances = np.exp(scaled) / np.exp(scaled).sum()
+    likely = sorted(range(len(chances)), key=lambda token: -chances[token])
+    likely = likely[: top_k or len(likely)]
+    total, kept = sum(chances[token] for token in likely), []
+    for token in likely:
+        if top_p is None or sum(chances[x] for x in kept) < top_p * total:
+            kept.append(token)
+    result = np.zeros(len(chances))
+    result[kept] = chances[kept] / chances[kept].sum()
+    return result
+
+
+DRAWN = [(2.0, 8, 0.7), (0.5, None, None), (2.0, 4, None)]
+
+
+@pytest.mark.parametrize(("name", "draws"), few_in_jax(NAMES, DRAWN, DRAWN[0]))
+def test_tokens_are_drawn_from_the_models_distribution(
+    name: str, draws: tuple[float, int | None, float | None]
+) -> None:
     prompt, count = np.tile(prompts(1, 5), (4000, 1)), 4000
-    found = generated(name, prompt, 1, seed=3, temperature=temperature)
-    assert np.array_equal(found, generated(name, prompt, 1, seed=3, temperature=temperature))
-    assert not np.array_equal(found, generated(name, prompt, 1, seed=4, temperature=temperature))
-    logits = model_of(name)(prompt[:1])[0, -1].astype(np.float64)
-    chances = np.exp((logits - logits.max()) / temperature)
-    chances /= chances.sum()
+    rules = dict(zip(("temperature", "top_k", "top_p"), draws, strict=True))
+    found = generated(name, prompt, 1, seed=3, **rules)
+    assert np.array_equal(found, generated(name, prompt, 1, seed=3, **rules))
+    assert not np.array_equal(found, generated(name, prompt, 1, seed=4, **rules))
+    chances = drawn_from(model_of(name)(prompt[:1])[0, -1], **rules)
     frequency = np.bincount(found[:, 0], minlength=VOCAB_SIZE) / count
     # Five standard deviations of a binomial frequency.
     assert np.all(np.abs(frequency - chances) <= 5 * (chances * (1 - chances) / count) ** 0.5)
+
+
+@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f.id != "dask"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (1, None), (4, None), (None, 0.5), (4, 0.9), (99, 1e-9)])
+def test_the_rule_is_one_in_all_libraries(framework: Framework, top_k: int | None, top_p: float | None) -> None:
+    logits = np.random.default_rng(0).standard_normal((3, VOCAB_SIZE)).astype(np.float32) * 3
+    logits[1, 2] = -np.inf
+    rules = Generation.check(np.zeros((1, 1), np.int32), 1, VOCAB_SIZE, temperature=1.5, top_k=top_k, top_p=top_p)
+    placed = framework.array(logits)
+    found = np.exp(framework.numpy(rules.filter_logits(placed)))
+    for row, chances in zip(logits, found / found.sum(axis=-1, keepdims=True), strict=True):
+        np.testing.assert_allclose(chances, drawn_from(row, 1.5, top_k, top_p), rtol=1e-5, atol=0)
+    tied = rules.filter_logits(framework.array(np.zeros((1, VOCAB_SIZE), np.float32)))
+    assert np.array_equal(framework.numpy(tied), np.zeros((1, VOCAB_SIZE)))
 
 
 REFUSED = [
@@ -82,6 +115,11 @@ REFUSED = [
     ((2, 5), {"number": -1}, ValueError, "max_new_tokens must not be negative, got -1"),
     ((2, 5), {"number": 1.5}, TypeError, "max_new_tokens must be an integer, got 1.5"),
     ((2, 5), {"temperature": -1.0}, ValueError, "temperature must not be negative, got -1.0"),
+    ((2, 5), {"top_k": 3}, ValueError, "top_k must be None with temperature=0, .* got 3"),
+    ((2, 5), {"top_p": 0.9}, ValueError, "top_p must be None with temperature=0, .* got 0.9"),
+    ((2, 5), {"temperature": 1.0, "top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+    ((2, 5), {"temperature": 1.0, "top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1, got 0.0"),
+    ((2, 5), {"temperature": 1.0, "top_p": 1.5}, ValueError, "top_p must be above 0 and at most 1, got 1.5"),
     ((2, 5), {"eos_token_id": 13}, ValueError, "eos_token_id must be below vocab_size, 13, got 13"),
     ((2, 5), {"eos_token_id": [1, "2"]}, TypeError, "eos_token_id must be an integer, got '2'"),
     ((2, 5), {"pad_token_id": 0}, ValueError, "pad_token_id must be None without an eos_token_id"),

@@ -105,7 +105,7 @@ def _extended(
     if rules.temperature == 0:
         chosen = logits.argmax(axis=-1)
     else:
-        chosen = jax.random.categorical(key, rules.scaled_logits(logits))
+        chosen = jax.random.categorical(key, rules.filter_logits(logits))
     return *rules.next_tokens(chosen[:, None].astype(tokens.dtype), ended), caches
 
 

@@ -93,6 +93,6 @@ class AlibiLanguageModel(SavesLayers, models.BaseLanguageModel):
         if rules.temperature == 0:
             chosen = logits.argmax(axis=-1)
         else:
-            chosen = mx.random.categorical(rules.scaled_logits(logits), axis=-1, key=key)
+            chosen = mx.random.categorical(rules.filter_logits(logits), axis=-1, key=key)
         mx.async_eval(chosen)  # compute it while Python builds the next step
         return chosen

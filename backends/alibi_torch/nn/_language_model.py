@@ -56,6 +56,8 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
         lengths: Tensor | Sequence[int] | None = None,
         mask: Tensor | None = None,
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
@@ -71,6 +73,9 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
             lengths: ``[batch]`` integers, the number of tokens in each prompt; padding follows them.
             mask: ``[batch, length]`` booleans or integers, 0 for padding, on either side, in place of lengths.
             temperature: 0 takes the likeliest token. Otherwise tokens are sampled, with the logits divided by this.
+            top_k: Sample only from this many of the likeliest tokens.
+            top_p: Sample only from the fewest likeliest tokens whose probabilities sum to this share; applied after
+                ``top_k``.
             eos_token_id: A token, or several, that ends a row.
             pad_token_id: The token that fills a row after its end. Default: ``eos_token_id`` (the first of several), or
                 0.
@@ -81,11 +86,12 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a number is out of range, ``tokens`` is not ``[batch, length]`` with a token in each row, or
-                a token is outside of the vocabulary.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, ``tokens`` is
+                not ``[batch, length]`` with a token in each row, or a token is outside of the vocabulary.
         """
-        rules = {"temperature": temperature, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        return super().generate(tokens, max_new_tokens, lengths=lengths, mask=mask, **rules, key=generator)
+        rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        return super().generate(tokens, max_new_tokens, lengths=lengths, mask=mask, **rules, **ends, key=generator)
 
     def _tied_head(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight)
@@ -96,5 +102,5 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
     def _choose(self, logits: Tensor, rules: Generation, generator: torch.Generator | None) -> Tensor:
         if rules.temperature == 0:
             return logits.argmax(dim=-1)
-        shares = rules.scaled_logits(logits).softmax(dim=-1)
+        shares = rules.filter_logits(logits).softmax(dim=-1)
         return torch.multinomial(shares, num_samples=1, generator=generator)[:, 0]
