@@ -49,7 +49,8 @@ def in_libraries() -> list[BackendAdapter]:
 ADAPTERS = [*in_libraries(), *installed_adapters(dtypes=None)]
 
 # Default implementations keep all laws in float32 and bfloat16. JAX compiles each case, so it leaves out laws that
-# other tests repeat: ``combined`` has the laws of one feature, tests/contracts/test_tiled.py long rows and gradients.
+# other tests repeat: ``combined`` has the laws of one feature, tests/contracts long rows and their gradients, points,
+# and caches.
 QUICK = ("alibi_core", "alibi_core[array_api_strict]", "alibi_torch[tiled]", "alibi_mlx[tiled]")
 QUICK_IN_JAX = (
     "slopes",
@@ -62,7 +63,7 @@ QUICK_IN_JAX = (
     "nowhere",
     "empty",
 )
-QUICK_IN_JAX += ("gradients", "slope_gradients", "point_gradients", "decoding", "continuations", "conduct")
+QUICK_IN_JAX += ("gradients", "slope_gradients", "decoding", "conduct")
 
 
 def is_quick(adapter: Any, law: str) -> bool:

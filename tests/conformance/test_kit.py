@@ -320,7 +320,6 @@ def exits(result: Any, query: Any) -> Any:
         (lambda result, query: result[:, :1], "causal", "attention returned shape (2, 1, 7, 5), expected (2, 3, 7, 5)"),
         (lambda result, query: result.tolist(), "causal", "attention returned list, expected a NumPy array"),
         (lambda result, query: result.astype(np.int32), "causal", "attention returned int32, expected float32"),
-        (lambda result, query: result * np.nan, "causal", "NaN"),
         (lambda result, query: result + np.inf, "causal", "infinite where it should not be"),
         (lambda result, query: result.astype(np.float64), "conduct", "attention returned float64, expected float32"),
     ],
@@ -362,7 +361,7 @@ def test_the_counterexample_is_small_and_the_diagnosis_names_the_mistake() -> No
 
 def test_the_same_seed_gives_the_same_report() -> None:
     adapter = only(attention=signed, name="signed")
-    first, second = (check(adapter, seed=7, laws=["causal", "symmetric", "combined"]) for _ in range(2))
+    first, second = (check(adapter, seed=7, laws=["causal", "symmetric"]) for _ in range(2))
     assert [x.counterexample for x in first.laws] == [x.counterexample for x in second.laws]
     assert [x.calls for x in first.laws if x.status == "passed"] == [
         x.calls for x in second.laws if x.status == "passed"
