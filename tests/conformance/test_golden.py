@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import alibi_core
 from alibi_core.conformance import FEATURES, GoldenError, Mistaken, check_golden, write_golden
+from tests.support.cli import main
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -156,6 +157,19 @@ def test_right_results_pass(golden: Path, tmp_path: Path, right: dict[str, Any],
     assert len(held) > 40
     assert {case.status for case in held} == {"passed", *(["not offered"] * (dtype == "float64"))}
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["passed"] is True
+
+
+def test_the_command_says_whether_results_pass(
+    golden: Path, tmp_path: Path, right: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, found = tmp_path / "report.json", right["float32"]
+    for factor, status in ((1.0, 0), (1.1, 1)):
+        results = write_results(tmp_path / "results", {name: x * factor for name, x in found.items()}, "float32")
+        assert main(["golden", "check", str(golden), str(results), "--json", str(written)]) == status
+        assert json.loads(written.read_text())["passed"] is (status == 0)
+        assert ("failed" in capsys.readouterr().out) is (status == 1)
+    assert main(["golden", "check", str(golden), str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("alibi-core: ")
 
 
 def test_low_precision_results_fail_in_higher_precision(golden: Path, tmp_path: Path, right: dict[str, Any]) -> None:
