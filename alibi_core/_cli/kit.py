@@ -116,7 +116,7 @@ def _conformance(options: argparse.Namespace) -> int:
 
 
 def _print(reports: Sequence[Any]) -> None:
-    """Print a table with a line for each adapter, then the reports of those that failed; of one alone in any case."""
+    """Print a table with a line for each adapter, and the reports of adapters that failed, or of a single adapter."""
     rows = []
     for report in reports:
         verdict = ("yes", "NO", "nothing to check")[report.exit_status]

@@ -32,7 +32,7 @@ COMPILED_BLOCKS = 8  # Under a compiler, which unrolls the loop over blocks, the
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return attention, computed one block of queries at a time."""
     batch, dtype, shape = call.batch, call.dtype, query.shape
-    # In the working dtype: gradients of scores follow from the result, and one that is rounded would shift whole rows.
+    # Compute in the working dtype: a result rounded to low precision would shift the score gradients of whole rows.
     call = replace(_with_floating_points(call.with_one_batch_axis()), dtype=call.working_dtype)
     tensors = [x.reshape(-1, *x.shape[-3:]).to(call.dtype) for x in (query, key, value)]
     rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
