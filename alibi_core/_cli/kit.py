@@ -59,6 +59,8 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
             raise UnusableError(str(error)) from error
         try:
             return run(options)
+        except BrokenPipeError:  # about printing, not about files: main handles it
+            raise
         except (GoldenError, OSError) as error:
             raise UnusableError(str(error)) from error
 
