@@ -177,10 +177,10 @@ class Torch(Library):
         is_gpu = self.device == "cuda"
         kernels = {}
         if is_gpu:
-            dense = {"bytes_needed": shape.scores * (2 * DTYPE_BYTES[shape.dtype] + 4)}
-            for kernel in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
-                label = f"SDPA {kernel.removesuffix('_ATTENTION')}, no positions"
-                kernels[label] = fixed(partial(self._plain, kernel=kernel), **(dense if kernel == "MATH" else {}))
+            for kernel in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+                kernels[f"SDPA {kernel.removesuffix('_ATTENTION')}, no positions"] = fixed(
+                    partial(self._plain, kernel=kernel)
+                )
         bias_bytes = shape.scores // shape.batch * DTYPE_BYTES[shape.dtype] + 12 * shape.length**2
         return {
             "alibi_torch": fixed(alibi_torch.attention),
@@ -299,6 +299,8 @@ class Jax(Library):
         for kernel in self.kernels:
             plain = partial(attend, is_causal=True, implementation=kernel)
             found[f"JAX {kernel}, no positions"] = fixed(plain, bytes_needed=dense.get(kernel, 0))
+        if "cudnn" in self.kernels:
+            found["alibi_core.fold, JAX cudnn"] = fixed(self._folded)
         bias_bytes = shape.scores // shape.batch * DTYPE_BYTES[shape.dtype] + dense["xla"]
         found["JAX xla, dense bias"] = Contestant(self._dense, bias_bytes)
         return found
@@ -314,6 +316,18 @@ class Jax(Library):
 
         attend = partial(self.jax.nn.dot_product_attention, is_causal=True, implementation="xla")
         return attend, (self.jax.device_put(build(), self.place),)
+
+    def _folded(self, query: Any, key: Any, value: Any) -> Any:
+        """Return attention by cuDNN, which takes no bias but features in its place."""
+        import alibi_core
+
+        jnp, size = self.jax.numpy, query.shape[-1]
+        features = size + alibi_core.fold_size(key.shape[1], query.dtype)
+        padded = -(-features // 8) * 8  # cuDNN takes multiples of eight
+        pair = alibi_core.fold(*(jnp.swapaxes(x, 1, 2) for x in (query, key)), head_dim=padded)
+        tensors = (*(jnp.swapaxes(x, 1, 2) for x in pair), jnp.pad(value, [(0, 0)] * 3 + [(0, padded - size)]))
+        attend = partial(self.jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", scale=size**-0.5)
+        return attend(*tensors)[..., :size]
 
     def prepare(self, contestant: Contestant, tensors: Sequence[Any], backward: bool) -> Call:
         *leaves, grad = tensors

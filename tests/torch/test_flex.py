@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import array_api_compat.torch as xp  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
@@ -46,6 +48,8 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "more queries than keys": ((300, 140), {}),
     "fewer queries than keys": ((140, 400), {}),
     "offset": ((200, 300), {"q_offset": 50}),
+    "a few queries far away": ((5, 300), {"q_offset": 1000}),
+    "one query before all keys": ((1, 1), {"q_offset": -3, "is_causal": False}),
     "far offset": ((140, 300), {"q_offset": 1_000_000}),
     "offset before the keys": ((300, 200), {"q_offset": -150, "is_causal": False, "future_slopes": FUTURE}),
     "offset by batch": ((140, 300), {"q_offset": torch.tensor([-20, 333])}),
@@ -206,6 +210,7 @@ def emulated(
     block_mask: BlockMask,
     scale: float,
     enable_gqa: bool,
+    kernel_options: dict[str, Any],
     return_aux: object = None,
 ) -> Any:
     """Return what FlexAttention does with its arguments, by operations that are differentiable on the CPU."""
@@ -213,6 +218,12 @@ def emulated(
     assert enable_gqa == (group > 1)
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     assert (query.shape[2], key.shape[2]) == block_mask.seq_lengths
+    if kernel_options["fwd_BLOCKS_ARE_CONTIGUOUS"]:
+        assert_contiguous(block_mask.kv_num_blocks, block_mask.kv_indices)
+        if block_mask.full_kv_num_blocks is not None:
+            assert_contiguous(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    if query.requires_grad:
+        assert block_mask.q_indices is not None  # FlexAttention demands it
     axes = torch.meshgrid(*map(torch.arange, (*query.shape[:3], key.shape[2])), indexing="ij")
     is_visible, _ = visible(block_mask, *query.shape[:2])
     scores = torch.where(is_visible, score_mod(query @ key.mT * scale, *axes), -torch.inf)
@@ -221,6 +232,11 @@ def emulated(
     # Where every visible key is weighed by a distance of 0, softmax knows no answer; the kernels give zeros.
     result = torch.where(torch.isfinite(weights), weights, 0.0) @ value
     return result if return_aux is None else (result, AuxOutput(lse=scores.detach().logsumexp(dim=-1)))
+
+
+def assert_contiguous(counts: torch.Tensor, indices: torch.Tensor) -> None:
+    is_next = indices[..., 1:] == indices[..., :-1] + 1
+    assert (is_next | (torch.arange(1, indices.shape[-1]) >= counts[..., None])).all()
 
 
 KERNEL = "torch.nn.attention.flex_attention.flex_attention"
@@ -423,6 +439,50 @@ def test_plan_and_gradients_are_traced_into_what_the_caller_compiles(
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_here(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Let calls on a CPU be compiled as on a GPU, by a compiler that leaves operators as they are; it counts graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr("alibi_torch._flex.kernels.COMPILED_ON", ("cpu",))
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend=counter))
+    forget = pkgutil.resolve_name("alibi_torch._flex.kernels:_compiled").cache_clear
+    forget()
+    torch._dynamo.reset()
+    yield counter
+    forget()
+
+
+def assert_result(inputs: Sequence[torch.Tensor], **arguments: Any) -> None:
+    right = attend(*(x.double() for x in inputs), **arguments, implementation="dense")
+    assert_near({"result": attend(*inputs, **arguments)}, {"result": right}, roundoff=1e-5)
+
+
+def test_a_call_is_compiled_once_for_all_lengths(compiled_here: CompileCounterWithBackend) -> None:
+    for lengths in ((300, 300), (301, 301)):
+        assert_result(tensors(lengths))
+    assert compiled_here.frame_count == 1
+    for lengths in ((1, 300), (1, 301)):
+        assert_result(tensors(lengths))
+    assert compiled_here.frame_count == 2
+
+
+@pytest.mark.slow
+def test_numbers_of_a_call_are_not_those_of_the_call_before(compiled_here: CompileCounterWithBackend) -> None:
+    for numbers in ({"scale": 0.5}, {"scale": 0.25}, {"q_offset": 3}, {"q_offset": 40}, {"window_size": 90}):
+        for batch in (2, 3):
+            assert_result(tensors((200, 300), batch=(batch,)), **numbers)
+    for heads, head_dim in (((4, 4), 16), ((4, 1), 16), ((4, 2), 1), ((4, 2), 5)):
+        assert_result(tensors((200, 200), heads=heads, head_dim=head_dim))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lengths", "arguments"), TABLE)
+def test_what_is_compiled_gives_the_result(
+    compiled_here: CompileCounterWithBackend, lengths: tuple[int, int], arguments: dict[str, Any]
+) -> None:
+    assert_result(tensors(lengths), **arguments)
 
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:

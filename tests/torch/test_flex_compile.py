@@ -1,10 +1,10 @@
 """Attention on a GPU compiled by PyTorch's and Triton's compilers for an H100 that is described: none is needed.
 
-    python -m tests.torch.test_flex_compile        prints a line of JSON for each kernel
+    python -m tests.torch.test_flex_compile NAME        a line of JSON for each kernel of that case of test_flex
 
-Calls are traced with tensors of no memory on the CPU, and the traced tensors said to lie on a device of the name
-"cuda", where PyTorch without CUDA records no gradients and writes no elements. Much of this is private to PyTorch
-(2.13) and Triton (3.7): where another version differs, the test fails and says so.
+Calls are traced on the CPU, and the traced tensors said to lie on a device of the name "cuda", where PyTorch without
+CUDA records no gradients and writes no elements. Much of this is private to PyTorch (2.11 to 2.15) and Triton (3.6 to
+3.9): where another version differs, the test fails and says so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,7 +30,6 @@ MISSING = importlib.util.find_spec("triton") is None
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING, reason="triton is not installed")]
 
 SHARED = 232_448  # bytes that a block of threads may have on an H100
-LENGTH = 4096
 KNOWN = {"multi_processor_count": 132, "major": 9, "regs_per_multiprocessor": 65_536}
 KNOWN |= {"max_threads_per_multi_processor": 2048, "warp_size": 32}
 
@@ -41,14 +41,13 @@ class TracedError(Exception):
     """All is traced; nothing shall run."""
 
 
-def traced() -> Any:
-    """Return the graph of a call's gradients, by query, key and value, and the tensors that it takes."""
+def traced(name: str) -> dict[str, Any]:
+    """Return the graphs of a call and of its gradients, by all floating arguments, and the tensors that each takes."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    import alibi_torch
+    from tests.torch.test_flex import CASES, attend, differentiated, tensors
 
     graphs: dict[str, Any] = {}
 
@@ -62,7 +61,7 @@ def traced() -> Any:
     def backend(graph: Any, inputs: Any) -> Any:
         options = {
             "fw_compiler": keep("forward"),
-            "inference_compiler": keep("forward"),
+            "inference_compiler": keep("inference"),
             "bw_compiler": keep("backward"),
         }
         options |= {"partition_fn": min_cut_rematerialization_partition, "decompositions": select_decomp_table()}
@@ -73,10 +72,13 @@ def traced() -> Any:
 
         return stop
 
-    attend = torch.compile(lambda *x: alibi_torch.attention(*x, implementation="flex"), backend=backend, fullgraph=True)
-    with FakeTensorMode(), contextlib.suppress(TracedError):
-        attend(*(torch.empty(1, 8, LENGTH, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)))
-    return graphs["backward"]
+    lengths, arguments = CASES[name]
+    inputs = tensors(lengths)
+    with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
+        for call in (lambda: attend(*inputs, **arguments), lambda: differentiated("flex", inputs, arguments)):
+            with contextlib.suppress(TracedError):
+                call()
+    return graphs
 
 
 def moved(graph: Any, inputs: list[Any]) -> list[Any]:
@@ -99,14 +101,14 @@ def moved(graph: Any, inputs: list[Any]) -> list[Any]:
     return tree_map_only(torch.Tensor, on_gpu, inputs)
 
 
-def triton_of(graph: Any, inputs: list[Any]) -> str:
+def triton_of(graph: Any, inputs: list[Any], is_backward: bool) -> str:
     """Return the program that PyTorch makes of a graph, with its kernels in Triton."""
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
     fake_mode = next(x.fake_mode for x in inputs if isinstance(x, torch.Tensor))
-    lowering = GraphLowering(graph, inputs, shape_env=fake_mode.shape_env, is_backward=True)
+    lowering = GraphLowering(graph, inputs, shape_env=fake_mode.shape_env, is_backward=is_backward)
     with (
         V.set_debug_handler(DebugContext()),
         V.set_graph_handler(lowering),
@@ -130,7 +132,7 @@ def compiled(name: str, source: str, target: Any) -> dict[str, Any]:
     return {"kernel": name, "shared": made.metadata.shared}
 
 
-def main() -> None:
+def main(name: str) -> None:
     import torch._inductor.scheduler
     from torch._inductor.runtime.hints import DeviceProperties
     from triton.backends.compiler import GPUTarget
@@ -152,6 +154,7 @@ def main() -> None:
         # These refuse gradients on a CPU.
         "torch.nn.attention.flex_attention._validate_device": lambda *_: None,
         "alibi_torch._dispatch.refusal": lambda *_: None,
+        "alibi_torch._flex.kernels.COMPILED_ON": ("cpu",),
     }
     lowering = {
         "torch.cuda.is_available": lambda: True,
@@ -162,30 +165,31 @@ def main() -> None:
         "torch._inductor.runtime.hints.DeviceProperties.create": lambda *_: device,
     }
     with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch(name, answer))
-        graph, inputs = traced()
-        inputs = moved(graph, inputs)
-        for name, answer in lowering.items():
-            stack.enter_context(mock.patch(name, answer))
-        code = triton_of(graph, inputs)
-        for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
-            if name.startswith("triton_tem"):  # of FlexAttention's templates; others belong to the plan
-                print(json.dumps(compiled(name, source, target)), flush=True)
+        for path, answer in answers.items():
+            stack.enter_context(mock.patch(path, answer))
+        graphs = traced(name)
+        for path, answer in lowering.items():
+            stack.enter_context(mock.patch(path, answer))
+        for kind, (graph, inputs) in graphs.items():
+            code = triton_of(graph, moved(graph, inputs), kind == "backward")
+            for kernel, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
+                if kernel.startswith("triton_tem"):  # of FlexAttention's templates; others belong to the plan
+                    print(json.dumps({"graph": kind} | compiled(kernel, source, target)), flush=True)
 
 
 # --- The test ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_kernel_of_gradients_fits_an_h100() -> None:
-    command = [sys.executable, "-m", "tests.torch.test_flex_compile"]
+@pytest.mark.parametrize("name", ["1000", "one query before all keys", "a few queries far away", "segments by batch"])
+def test_kernels_compile_and_fit_an_h100(name: str) -> None:
+    command = [sys.executable, "-m", "tests.torch.test_flex_compile", name]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert kernels
+    assert {kernel["graph"] for kernel in kernels} == {"inference", "forward", "backward"}
     for kernel in kernels:
         assert kernel["shared"] <= SHARED, kernel
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

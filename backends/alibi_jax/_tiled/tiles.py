@@ -30,6 +30,7 @@ FEW_QUERIES = 16  # Up to this many queries, the overhead of an iteration domina
 KEYS_OF_FEW = 1024
 LANES = 4  # A step runs this many jobs: XLA uses one core for a single matrix product, several for a batch of them.
 SCORES = 2**20  # Short sequences share a step up to about this many scores.
+SIDES, SCORES_OF_ALL = (1024, 512, 256), 2**25  # A tile with all heads has sides of the first size within this limit.
 PIECE = 16  # Tiles are a multiple of this many tokens, unless one tile has all tokens.
 ALL_AXES, AXES_OF_KEYS = (0, 1, 2, 3, 4), (0, 1, 4)
 PLAN_KEYS = 64  # The plan keeps or skips keys in blocks of this many.
@@ -51,7 +52,11 @@ class Sizes:
         group = num_heads // num_kv_heads
         rows, keys = _even(q_len, ROWS), _even(kv_len, KEYS_OF_FEW if q_len <= FEW_QUERIES else KEYS)
         whole = batch, num_kv_heads, group, q_len, kv_len
-        if all_heads or not isinstance(batch, int):  # jax.export with a symbolic batch size
+        if not isinstance(batch, int):  # jax.export with a symbolic batch size
+            return cls(whole, (batch, num_kv_heads, group, rows, keys), 1)
+        if all_heads:  # a GPU is idle unless a step is large
+            side = next((x for x in SIDES if batch * num_heads * x * x <= SCORES_OF_ALL), SIDES[-1])
+            rows, keys = _even(q_len, side), _even(kv_len, KEYS_OF_FEW if q_len <= FEW_QUERIES else side)
             return cls(whole, (batch, num_kv_heads, group, rows, keys), 1)
         if (rows, keys) == (q_len, kv_len):  # one tile: several sequences share a step
             entries = _divisor(batch, SCORES // (num_heads * q_len * kv_len))

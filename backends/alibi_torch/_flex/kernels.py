@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +17,11 @@ from alibi_core.backend import AttentionCall, penalty, relative_position
 from alibi_core.backend.horizon import KeyNorms, nearest_keys
 from alibi_torch._derivatives import twice_differentiable
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch._flex.mask import BLOCK, block_mask, visits_all
+from alibi_torch._flex.mask import BLOCK, block_mask
 
 LEAST_HEAD_DIM = 16  # GPU kernels require at least this head_dim; smaller ones are padded.
-RECOMPILE_LIMIT = 64  # Variants to compile: dtype, causal or not, number of heads, length 1 or dynamic, gradients.
+COMPILED_ON = ("cuda",)  # device types; uncompiled, FlexAttention forms all scores
+MOST_KINDS = 2**16  # of calls that are compiled; PyTorch's limits are lower, and exceeding one is an error.
 
 Mod = Callable[..., Tensor]
 
@@ -38,38 +38,47 @@ def flex_attention(
 
     All keys are read once to measure their norms, unless ``norms`` bounds them.
     """
-    attend = functools.partial(_attend, norms, {} if kernel_options is None else {"kernel_options": kernel_options})
-    if not torch.compiler.is_compiling() and needs_gradients(query, key, value, call.slopes, call.future_slopes):
+    is_compiling = torch.compiler.is_compiling()
+    attend = _attend_compiled if query.device.type in COMPILED_ON and not is_compiling else _attend
+    attend = functools.partial(attend, norms, kernel_options or {})
+    if not is_compiling and needs_gradients(query, key, value, call.slopes, call.future_slopes):
         return twice_differentiable(attend, call, query, key, value)
     return attend(call, query, key, value)
 
 
 def _attend(
-    norms: KeyNorms | None, others: dict[str, Any], call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+    norms: KeyNorms | None, tuning: dict[str, Any], call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     learns = needs_gradients(call.slopes, call.future_slopes)
-    # Tolerance 0 makes the plan skip all measuring. The horizon knows neither points nor laws.
-    if visits_all(call) or not call.is_toeplitz:
+    if not call.is_toeplitz:  # the horizon knows neither points nor laws: nothing is measured
         call = replace(call, tolerance=0.0)
     shape, call = query.shape, _one_batch_axis(call)
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
     # Work-around for the backward kernels of PyTorch 2.9 to 2.13: rows past the last query, and their log-sum-exp, hold
     # whatever a masked load leaves behind, and 0 * NaN is NaN. Padding to whole blocks removes such rows. The forward
     # kernels are not affected; padding there would copy all keys, which costs more than a decoding step.
-    block = BLOCK if needs_gradients(query, key, value) else 1
-    q_padding, kv_padding = -call.q_len % block, -call.kv_len % block
+    has_gradients = needs_gradients(query, key, value)
+    block = BLOCK if has_gradients else 1
+    q_padding, kv_padding = (-(-n // block) * block - n for n in (call.q_len, call.kv_len))
+    # [batch, heads, length, padded head_dim]; padded features are 0 and change no score.
     width = 0 if query.device.type == "cpu" else max(0, LEAST_HEAD_DIM - call.head_dim)
+    query, key, value = (F.pad(x, (0, width)) if width else x for x in (query, key, value))
     bias, weighted_bias, mask_mod = _mods(call, q_padding, kv_padding)
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
     with torch.no_grad():
-        mask = block_mask(call, query, key, mask_mod, norms, lengths)
-    # [batch, heads, padded length, padded head_dim]; padded features are 0 and change no score.
-    query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
-    key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
-    options = others | {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
+        mask = block_mask(call, query, key, mask_mod, norms, lengths, has_gradients)
+    query = F.pad(query, (0, 0, 0, q_padding)) if q_padding else query
+    key, value = (F.pad(x, (0, 0, 0, kv_padding)) if kv_padding else x for x in (key, value))
+    # Each list of blocks is a range of keys, but for a window, which has partial blocks on both sides.
+    # The kernel for few queries must know their number when it is compiled: it is left to single ones.
+    alone = {} if call.q_len == 1 else {"FORCE_USE_FLEX_ATTENTION": True}
+    tuning = {"fwd_BLOCKS_ARE_CONTIGUOUS": call.window_size is None} | (
+        tuning if "BACKEND" in tuning else alone | tuning
+    )
+    options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
+    options["kernel_options"] = tuning
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}
-    kernel = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else flex.flex_attention
-    result = kernel(query, key, value, score_mod=bias, **options)
+    result = flex.flex_attention(query, key, value, score_mod=bias, **options)
     if learns:  # slopes get their gradient from a second attention, see _tangent
         result, auxiliary = result
         tensors = [x.detach() for x in (query, key, value)]
@@ -79,21 +88,55 @@ def _attend(
             if not slopes.requires_grad:
                 continue
             with torch.no_grad():
-                moved, moved_auxiliary = kernel(*tensors, score_mod=weighted_bias(side), **options)
+                moved, moved_auxiliary = flex.flex_attention(*tensors, score_mod=weighted_bias(side), **options)
                 tangent = _tangent(result, auxiliary.lse, moved, moved_auxiliary.lse)
             # Adds 0 to the result; its derivative with respect to the slope is the tangent.
             result = result + ((slopes - slopes.detach())[..., None, None] * tangent).to(result.dtype)
     return result[..., : call.q_len, : call.head_dim].reshape(shape)
 
 
+def _attend_compiled(
+    norms: KeyNorms | None, tuning: dict[str, Any], call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Compute a call by compiled code, which is compiled once per kind of call, for all lengths and batch sizes."""
+    arrays = call.arrays
+    if not call.has_offset_array and call.q_offset != call.kv_len - call.q_len:
+        # A number would be compiled in as a constant.
+        arrays["q_offset"] = torch.full(call.batch, call.q_offset, dtype=torch.int32, device=query.device)
+    changed = {"q_offset": 0} | {name: _with_dynamic(x, range(x.ndim)) for name, x in arrays.items()}
+    call = replace(call, **changed)
+    norms = norms and replace(norms, values=_with_dynamic(norms.values, (0, 2)))
+    tensors = (_with_dynamic(x, (*range(x.ndim - 3), x.ndim - 2)) for x in (query, key, value))
+    return _compiled()(norms, tuning, call, *tensors)
+
+
+def _with_dynamic(tensor: Tensor, axes: Iterable[int]) -> Tensor:
+    """Return the tensor with the sizes of these axes dynamic for the compiler, where they are above 1."""
+    tensor = tensor.view_as(tensor)  # the mark would stay on the caller's tensor
+    torch._dynamo.maybe_mark_dynamic(tensor, tuple(axes))
+    return tensor
+
+
 @functools.cache
-def _compiled() -> Callable[..., Any]:
-    """Return FlexAttention, compiled once per kind of call; lengths are dynamic."""
-    # Older releases of PyTorch have the limit only as a global setting.
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(flex.flex_attention, fullgraph=True, recompile_limit=RECOMPILE_LIMIT)
-    compiled = torch.compile(flex.flex_attention, fullgraph=True)
-    return torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)(compiled)
+def _compiled() -> Callable[..., Tensor]:
+    """Return the plan and FlexAttention, compiled as one graph.
+
+    The plan is some 300 small operations, which a GPU takes longer to start than to compute.
+    """
+    # Not dynamic by default, or the numbers of heads and the scale would be, which the kernels do not follow.
+    compiled = torch.compile(_attend_any_length, fullgraph=True, dynamic=False)
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), MOST_KINDS)
+    return torch._dynamo.config.patch(limits)(compiled)
+
+
+def _attend_any_length(
+    norms: KeyNorms | None, tuning: dict[str, Any], call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Return :func:`_attend` of a call whose lengths, batch and offset are read from the tensors."""
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    offset = call.q_offset if call.has_offset_array else kv_len - q_len
+    call = replace(call, batch=tuple(query.shape[:-3]), q_len=q_len, kv_len=kv_len, q_offset=offset)
+    return _attend(norms, tuning, call, query, key, value)
 
 
 def _one_batch_axis(call: AttentionCall) -> AttentionCall:
@@ -117,30 +160,30 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Ca
     would be compiled in as a constant. Indices may point to ``q_padding`` queries past the last one, and to
     ``kv_padding`` keys past the last one, which no query sees.
     """
-    slopes = call.slopes.detach()
-    future_slopes = None if call.future_slopes is None else call.future_slopes.detach()
-    # Inductor would recompute default slopes inside the backward kernel, which cannot lower that.
-    if torch.compiler.is_compiling():
-        slopes, future_slopes = _opaque(slopes), None if future_slopes is None else _opaque(future_slopes)
+    # The kernels cannot compute what the compiler would move into them.
+    kept = _opaque if torch.compiler.is_compiling() else lambda array: array
+    slopes = kept(call.slopes.detach())
+    future_slopes = None if call.future_slopes is None else kept(call.future_slopes.detach())
     offset = call.q_offset if call.has_offset_array else slopes.new_full(call.batch, call.q_offset, dtype=torch.int32)
-    nearest = _distance_origin(call, q_padding)
+    offset, nearest = kept(offset), _distance_origin(call, q_padding)
+    nearest = None if nearest is None else kept(nearest).expand(*call.batch, call.num_heads, call.q_len + q_padding)
     within_float = nearest is None and _has_exact_positions(call)
     is_causal, window_size = call.is_causal, call.window_size
-    kv_len = slopes.new_full(call.batch, call.kv_len, dtype=torch.int32) if kv_padding else None
+    kv_len = kept(slopes.new_full(call.batch, call.kv_len, dtype=torch.int32)) if kv_padding else None
     q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
     if q_ids is not None and kv_ids is not None:
-        q_ids, kv_ids = F.pad(q_ids, (0, q_padding)), F.pad(kv_ids, (0, kv_padding))
+        q_ids, kv_ids = kept(F.pad(q_ids, (0, q_padding))), kept(F.pad(kv_ids, (0, kv_padding)))
     mask = call.mask
     if mask is not None:  # pad only axes that do not broadcast; padding is invisible
         filling = (0, kv_padding if mask.shape[-1] > 1 else 0, 0, q_padding if mask.shape[-2] > 1 else 0)
-        mask = F.pad(mask, filling, value=False) if any(filling) else mask
+        mask = kept(F.pad(mask, filling, value=False) if any(filling) else mask)
         mask = mask.expand(*call.batch, call.num_heads, call.q_len + q_padding, call.kv_len + kv_padding)
-    key_bias = None if call.added_key_bias is None else F.pad(call.added_key_bias, (0, kv_padding))
+    key_bias = None if call.added_key_bias is None else kept(F.pad(call.added_key_bias, (0, kv_padding)))
     points = None
     if call.q_points is not None and call.kv_points is not None:
         # Per dimension, [batch, padded length] of queries and of keys.
         padded = F.pad(call.q_points, (0, 0, 0, q_padding)), F.pad(call.kv_points, (0, 0, 0, kv_padding))
-        points = list(zip(*(_wide(x).unbind(-1) for x in padded), strict=True))
+        points = list(zip(*(kept(_wide(x)).unbind(-1) for x in padded), strict=True))
 
     def ahead(b: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return key position minus query position, in tokens; in space minus the distance, as everywhere.
@@ -194,7 +237,7 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Ca
 
 
 def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
-    """Return the penalty of each query's nearest key, or less, ``[batch, num_heads, queries]``; None for 0.
+    """Return the penalty of each query's nearest key, or less, ``[batch or 1, num_heads or 1, queries]``; None for 0.
 
     It is subtracted from the penalties of the row: a constant per row cancels in softmax, but if all keys are far away,
     large penalties would cost float32 digits. With ``future_slopes`` the subtraction is a constant only if all keys lie
@@ -213,7 +256,7 @@ def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
             nearest = torch.where(is_outside, nearest, 0)
     if call.law != "linear":
         nearest = penalty(call.xp, nearest.to(torch.float32), call.law)
-    return F.pad(nearest, (0, q_padding)).expand(*call.batch, call.num_heads, call.q_len + q_padding)
+    return F.pad(nearest, (0, q_padding))
 
 
 def _distance_to_box(call: AttentionCall, q_points: Tensor, kv_points: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # Queries, and keys, per block: a multiple of the tile sizes of all FlexAttention kernels.
 SHORT = 128  # Below this many queries FlexAttention uses its decoding kernel, which splits keys over multiprocessors.
-FEW_BLOCKS = 2048  # Up to this many blocks of scores, a GPU visits all: measuring takes about as long (a guess).
 MEASURING = Tiling(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
@@ -27,10 +25,12 @@ def block_mask(
     mask_mod: Callable[..., Tensor],
     norms: KeyNorms | None,
     seq_lengths: tuple[int, int],
+    has_gradients: bool,
 ) -> BlockMask:
     """Return the needed blocks: full ones, where every query sees every key, and partial ones, which use ``mask_mod``.
 
     All computation is on the device of ``query``; the host reads no values. ``seq_lengths`` include padding.
+    Gradients need the blocks by block of keys too.
     """
     if is_ordered := call.is_causal and call.q_points is not None:
         # Any block may hold keys before and after a query: visit all, and mask each score.
@@ -55,15 +55,8 @@ def block_mask(
         indices = [torch.where(step < before, run(first), run(full_stop - before[..., 0])), run(full_first)]
     partial, full = (None if x is None else x.to(torch.int32).contiguous() for x in counts)
     lists = partial, indices[0], full, indices[1]
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=seq_lengths)
-
-
-def visits_all(call: AttentionCall) -> bool:
-    """Whether visiting all unmasked blocks on a GPU is faster than measuring which could be skipped."""
-    if call.device.type != "cuda":
-        return False
-    scores = -(-call.q_len // BLOCK) * -(-call.kv_len // BLOCK)
-    return math.prod(call.batch) * call.num_heads * scores <= FEW_BLOCKS
+    options = {"mask_mod": mask_mod, "seq_lengths": seq_lengths, "compute_q_blocks": has_gradients}
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, **options)
 
 
 def needed_blocks(
