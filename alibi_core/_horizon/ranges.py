@@ -399,7 +399,7 @@ def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, 
     kv_least, kv_most = xp.min(keys, axis=-1)[..., None, :], xp.max(keys, axis=-1)[..., None, :]
     meet = with_head_axis((kv_most >= q_least) & (kv_least <= q_most))  # [..., 1, q_blocks, kv_blocks]
     index = arange(xp, meet.shape[-1], call.device)
-    first = xp.min(xp.where(meet, index, meet.shape[-1]), axis=-1)
+    first = at_most(xp, xp.min(xp.where(meet, index, ENDLESS), axis=-1), meet.shape[-1])
     return first, xp.max(xp.where(meet, index, -1), axis=-1) + 1
 
 

@@ -50,6 +50,10 @@ def _attend(
     norms: KeyNorms | None, tuning: dict[str, Any], call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     learns = needs_gradients(call.slopes, call.future_slopes)
+    if torch.compiler.is_compiling() and not (call.has_offset_array or call.sees_own_key):
+        # PyTorch 2.11 cannot compile a minimum, as of distances of keys, of what depends on a number that varies.
+        offset = torch.full(call.batch, call.q_offset, dtype=torch.int32, device=query.device)
+        call = replace(call, q_offset=_opaque(offset))
     if not call.is_toeplitz:  # the horizon knows neither points nor laws: nothing is measured
         call = replace(call, tolerance=0.0)
     shape, call = query.shape, _one_batch_axis(call)
@@ -70,11 +74,10 @@ def _attend(
     query = F.pad(query, (0, 0, 0, q_padding)) if q_padding else query
     key, value = (F.pad(x, (0, 0, 0, kv_padding)) if kv_padding else x for x in (key, value))
     # Each list of blocks is a range of keys, but for a window, which has partial blocks on both sides.
-    # The kernel for few queries must know their number when it is compiled: it is left to single ones.
-    alone = {} if call.q_len == 1 else {"FORCE_USE_FLEX_ATTENTION": True}
-    tuning = {"fwd_BLOCKS_ARE_CONTIGUOUS": call.window_size is None} | (
-        tuning if "BACKEND" in tuning else alone | tuning
-    )
+    tuning = {"fwd_BLOCKS_ARE_CONTIGUOUS": call.window_size is None} | tuning
+    if call.q_len > 1 and "BACKEND" not in tuning:
+        # The kernel for few queries must know their number when it is compiled: leave it to single queries.
+        tuning.setdefault("FORCE_USE_FLEX_ATTENTION", True)
     options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
     options["kernel_options"] = tuning
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}

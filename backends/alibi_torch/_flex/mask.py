@@ -14,7 +14,6 @@ from alibi_core.backend.horizon import KeyNorms, ScoreBounds, Tiling, key_ranges
 from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # Queries, and keys, per block: a multiple of the tile sizes of all FlexAttention kernels.
-SHORT = 128  # Below this many queries FlexAttention uses its decoding kernel, which splits keys over multiprocessors.
 MEASURING = Tiling(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
@@ -45,9 +44,9 @@ def block_mask(
 
     counts: list[Tensor | None] = [stop - first, None]
     indices: list[Tensor | None] = [run(first), None]
-    # With a mask or segments, finding full blocks would mean reading them. The decoding kernel splits only the needed
-    # blocks among multiprocessors if there is no list of full blocks; with such a list it splits all keys.
-    if call.mask is None and call.q_segment_ids is None and seq_lengths[0] >= SHORT and not is_ordered:
+    # With a mask or segments, finding full blocks would mean reading them. The kernel for a single query splits only
+    # the needed blocks among multiprocessors if there is no list of full blocks; with such a list it splits all keys.
+    if call.mask is None and call.q_segment_ids is None and seq_lengths[0] > 1 and not is_ordered:
         full_first, full_stop = _full_blocks(call, first, stop, q_blocks)
         counts = [stop - first - (full_stop - full_first), full_stop - full_first]
         # Partial blocks lie before and after the full ones.
