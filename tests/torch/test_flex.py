@@ -218,10 +218,7 @@ def emulated(
     assert enable_gqa == (group > 1)
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     assert (query.shape[2], key.shape[2]) == block_mask.seq_lengths
-    if kernel_options["fwd_BLOCKS_ARE_CONTIGUOUS"]:
-        assert_contiguous(block_mask.kv_num_blocks, block_mask.kv_indices)
-        if block_mask.full_kv_num_blocks is not None:
-            assert_contiguous(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    assert_ranges(block_mask, kernel_options)
     if query.requires_grad:
         assert block_mask.q_indices is not None  # FlexAttention demands it
     axes = torch.meshgrid(*map(torch.arange, (*query.shape[:3], key.shape[2])), indexing="ij")
@@ -234,9 +231,13 @@ def emulated(
     return result if return_aux is None else (result, AuxOutput(lse=scores.detach().logsumexp(dim=-1)))
 
 
-def assert_contiguous(counts: torch.Tensor, indices: torch.Tensor) -> None:
-    is_next = indices[..., 1:] == indices[..., :-1] + 1
-    assert (is_next | (torch.arange(1, indices.shape[-1]) >= counts[..., None])).all()
+def assert_ranges(mask: BlockMask, kernel_options: dict[str, Any]) -> None:
+    """Assert that each list of blocks is a range, if the kernel is told so."""
+    lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
+    for counts, indices in lists if kernel_options["fwd_BLOCKS_ARE_CONTIGUOUS"] else ():
+        if counts is not None and not counts.is_meta:
+            is_next = indices[..., 1:] == indices[..., :-1] + 1
+            assert (is_next | (torch.arange(1, indices.shape[-1]) >= counts[..., None])).all()
 
 
 KERNEL = "torch.nn.attention.flex_attention.flex_attention"
@@ -259,7 +260,10 @@ def planned(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     """Return a function from a call's arguments to the block mask that FlexAttention is given."""
     masks: list[BlockMask] = []
 
-    def kernel(query: torch.Tensor, *_: Any, block_mask: BlockMask, **__: Any) -> torch.Tensor:
+    def kernel(
+        query: torch.Tensor, *_: Any, block_mask: BlockMask, kernel_options: dict[str, Any], **__: Any
+    ) -> torch.Tensor:
+        assert_ranges(block_mask, kernel_options)
         masks.append(block_mask)
         return query
 
@@ -438,7 +442,7 @@ def test_plan_and_gradients_are_traced_into_what_the_caller_compiles(
             assert (one - other).abs().max() <= 5e-5 * other.abs().max()
 
 
-# --- What it refuses -----------------------------------------------------------------------------------------------
+# --- Compiled as on a GPU ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -483,6 +487,9 @@ def test_what_is_compiled_gives_the_result(
     compiled_here: CompileCounterWithBackend, lengths: tuple[int, int], arguments: dict[str, Any]
 ) -> None:
     assert_result(tensors(lengths), **arguments)
+
+
+# --- What it refuses -----------------------------------------------------------------------------------------------
 
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:
