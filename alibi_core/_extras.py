@@ -1,8 +1,4 @@
-"""Errors of the commands, and the command that installs an extra."""
-
-
-class UnusableError(Exception):
-    """A command cannot do what it is asked for; the message says why and tells the fix."""
+"""The command that installs an extra."""
 
 
 def install_hint(extra: str) -> str:

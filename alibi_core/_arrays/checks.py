@@ -20,7 +20,6 @@ from alibi_core._arrays.namespace import (
     is_nested,
     lacks_64_bits,
     library_name,
-    namespace_of,
 )
 from alibi_core._arrays.namespace import is_int as is_int
 
@@ -208,37 +207,6 @@ def tensor(xp: Namespace, name: str, value: Any) -> Any:
     """Check for an array of float16, bfloat16, float32 or float64."""
     if floating_name(floating_array(xp, name, value).dtype) is None:
         raise TypeError(f"{name} must be of dtype {_listed(FLOATING)}, got {value.dtype}; cast it to one of these")
-    return value
-
-
-def tokens(value: Any, xp: Namespace | None = None) -> Any:
-    """Check for token ids, ``[batch, length]`` integers, of the library ``xp`` if it is given."""
-    integer_array(namespace_of(array("tokens", value), xp=xp, names=("tokens",)), "tokens", value)
-    if len(value.shape) != 2:
-        how = "; tokens[None] makes one text a batch" if len(value.shape) == 1 else ""
-        raise ValueError(f"tokens must have shape (batch, length), got {tuple(value.shape)}{how}")
-    return value
-
-
-def in_table(name: str, values: np.ndarray[Any, Any] | None, size: int) -> None:
-    """Check that all ``values`` are row indices of a table with ``size`` rows. ``values`` is None where unknown.
-
-    A table that DeepSpeed has sharded has a local size of 0: it is not checked.
-    """
-    if values is not None and values.size and size and not 0 <= values.min() <= values.max() < size:
-        wrong = values.min() if values.min() < 0 else values.max()
-        raise ValueError(f"{name} must be from 0 to {size - 1}, for which there are embeddings, got {wrong:.0f}")
-
-
-def token_types(value: Any, tokens: Any, count: int, xp: Namespace | None = None) -> Any:
-    """Check for token types: integers of the tokens' shape, or None. They must be None if ``count`` is 0."""
-    if value is None:
-        return None
-    if not count:
-        raise ValueError("token_types must be None for a model whose config has none, got some")
-    integer_array(namespace_of(array("token_types", value), xp=xp, names=("token_types",)), "token_types", value)
-    if tuple(value.shape) != tuple(tokens.shape):
-        raise ValueError(f"token_types must have the shape of tokens, {tuple(tokens.shape)}, got {tuple(value.shape)}")
     return value
 
 

@@ -13,17 +13,13 @@ from collections.abc import Sequence
 
 import alibi_core
 from alibi_core._cli import kit, tables
-from alibi_core._extras import UnusableError
 
+REFUSED = (TypeError, ValueError, OSError, ModuleNotFoundError)  # errors for wrong arguments and files, missing extras
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 plus the number of the signal, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 for success, 1 if a check failed, 2 if it could not run.
-
-    Args:
-        arguments: Arguments of the command line. Default: the arguments of the process.
-    """
+    """Run the command and return its exit status: 0 for success, 1 if a check failed, 2 if it could not run."""
     options = _parser().parse_args(arguments)
     try:
         status: int | None = options.run(options)
@@ -31,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as with "| head -1". Without dup2, Python flushes stdout at exit and prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except (UnusableError, *options.refused) as error:
+    except REFUSED as error:
         print(f"alibi-core: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -46,7 +42,6 @@ def _parser() -> argparse.ArgumentParser:
         description="ALiBi, attention with linear biases: its numbers as tables, and tests of implementations.",
     )
     parser.add_argument("--version", action="version", version=alibi_core.__version__)
-    parser.set_defaults(refused=())  # exceptions, besides UnusableError, that report a mistake of the user
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables.add_commands(commands)
     kit.add_commands(commands)

@@ -6,12 +6,11 @@ import argparse
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from alibi_core._cli.tables import print_table
-from alibi_core._extras import UnusableError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -34,37 +33,19 @@ def add_commands(commands: Any) -> None:
     check.add_argument("--law", action="append", metavar="NAME", help="only this law; may be repeated")
     check.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="that one call may take")
     check.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
-    check.set_defaults(run=_with_kit(_conformance))
+    check.set_defaults(run=_conformance)
     golden = commands.add_parser("golden", help="golden vectors, for implementations in any language")
     actions = golden.add_subparsers(required=True, metavar="ACTION")
     write = actions.add_parser("write", help="write the golden vectors")
     write.add_argument("directory", metavar="DIR", help="is made; what it holds must be golden vectors")
-    write.set_defaults(run=_with_kit(_write))
+    write.set_defaults(run=_write)
     verify = actions.add_parser(
         "check", help="check results that a program wrote; DIR/FORMAT.md tells how to write them"
     )
     verify.add_argument("directory", metavar="DIR", help="the golden vectors")
     verify.add_argument("results", metavar="RESULTS", help="the directory with results.json")
     verify.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
-    verify.set_defaults(run=_with_kit(_verify))
-
-
-def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Return the command with import errors of the kit, and its own errors, as UnusableError."""
-
-    def with_kit(options: argparse.Namespace) -> int:
-        try:
-            from alibi_core.conformance import GoldenError
-        except ModuleNotFoundError as error:
-            raise UnusableError(str(error)) from error
-        try:
-            return run(options)
-        except BrokenPipeError:  # about printing, not about files: main handles it
-            raise
-        except (GoldenError, OSError) as error:
-            raise UnusableError(str(error)) from error
-
-    return with_kit
+    verify.set_defaults(run=_verify)
 
 
 def _conformance(options: argparse.Namespace) -> int:
@@ -74,9 +55,9 @@ def _conformance(options: argparse.Namespace) -> int:
     unknown = set(options.law or ()) - {law.name for law in LAWS}
     if unknown:
         known = ", ".join(law.name for law in LAWS)
-        raise UnusableError(f"--law must be one of {known}, got {min(unknown)!r}")
+        raise ValueError(f"--law must be one of {known}, got {min(unknown)!r}")
     if options.seed < 0 or not 0 < options.time_limit < 1e6:
-        raise UnusableError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
+        raise ValueError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
     if options.json is not None:
         Path(options.json).touch()  # raises for an unwritable file before anything is checked
     registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
@@ -106,14 +87,14 @@ def _conformance(options: argparse.Namespace) -> int:
     entries = [{"source": source, "passed": report.passed, "report": report.to_dict()} for source, report in reports]
     _write_json(options.json, {"passed": passed, "reports": entries})
     if missing and options.adapter:
-        raise UnusableError(
+        raise ValueError(
             "--adapter must be package.module:NAME of an adapter, in a module that can be imported here, got "
             + ", ".join(f"{source} ({reason})" for source, reason in missing)
         )
     if not reports:
-        raise UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
+        raise ValueError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
     if all(report.exit_status == 2 for _, report in reports):
-        raise UnusableError(f"no adapter offers what {', '.join(settings.laws) or 'the laws'} would check")
+        raise ValueError(f"no adapter offers what {', '.join(settings.laws) or 'the laws'} would check")
     return 0 if passed else 1
 
 

@@ -13,20 +13,18 @@ import numpy as np
 
 import alibi_core
 from alibi_core._arrays import checks
-from alibi_core._extras import UnusableError
 from alibi_core._models import Checkpoint
 from alibi_core._slopes import slope_values
 
 TYPICAL_RANGE = 16.0  # 2 * scale * |query| * |key| of normally distributed queries and keys of 64 features
 LENGTHS = (2_048, 8_192, 32_768)  # tokens; the columns for a checkpoint
-REFUSED = (TypeError, ValueError, OSError)  # errors that the library raises for wrong arguments and files
 
 
 def add_commands(commands: Any) -> None:
     """Add the commands of this file to a parser."""
     slopes = commands.add_parser("slopes", help="print slopes and horizons, a line a head")
     slopes.add_argument("num_heads", type=int, metavar="NUM_HEADS")
-    slopes.set_defaults(run=_slopes, refused=REFUSED)
+    slopes.set_defaults(run=_slopes)
     explain = commands.add_parser(
         "explain",
         help="print which share of the scores is needed, a line a head",
@@ -49,7 +47,7 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="numbers of tokens, with white space between: what each head of DIR looks at in this text (needs PyTorch)",
     )
-    explain.set_defaults(run=_explain, refused=REFUSED)
+    explain.set_defaults(run=_explain)
     for parser in (slopes, explain):
         parser.add_argument("--scheme", default="canonical", metavar="NAME", help="canonical, geometric or linear")
         parser.add_argument("--bias-max", type=float, default=8.0, metavar="X", help="of the scheme (default 8)")
@@ -115,10 +113,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _looked_at(directory: str, file: str) -> str:
     """Return the text of PyTorch's ``explain_model`` for a checkpoint and a file of token ids."""
-    try:
-        torch, alibi_torch = map(importlib.import_module, ("torch", "alibi_torch"))
-    except ModuleNotFoundError as error:
-        raise UnusableError(str(error)) from None
+    torch, alibi_torch = map(importlib.import_module, ("torch", "alibi_torch"))
     numbers = torch.tensor([[int(word) for word in Path(file).read_text(encoding="utf-8").split()]])
     return str(alibi_torch.explain_model(alibi_torch.load_checkpoint(directory), numbers))
 
@@ -134,26 +129,22 @@ def _sides(checkpoint: Checkpoint) -> list[Any]:
 
 def _facts(checkpoint: Checkpoint, sides: list[Any]) -> dict[str, str]:
     """Return the lines above the table of a checkpoint, by title."""
-    config, family, bias = checkpoint.config, checkpoint.family, checkpoint.family.bias
+    config, family = checkpoint.config, checkpoint.family
     # Count each tensor once: fused tensors have several sources.
     sources = {source.tensor: source.shape for parts in checkpoint.sources.values() for source in parts}
     size = sum(math.prod(shape) for shape in sources.values())
     keys = "" if config.num_kv_heads in (None, config.num_heads) else f" ({config.num_kv_heads} for keys and values)"
-    counted = {"query": "distances from the query", "first key": "positions", "last key": "positions from the last key"}
-    if bias.multiplies_in_bfloat16:
-        rounding = "in bfloat16"
-    else:
-        rounding = "in float32" if bias.is_always_float32 else "in the model's dtype"
     kind = "causal" if config.is_causal else "symmetric" if config.future_slopes is None else "asymmetric"
     slopes, canonical = sides[0], np.asarray(slope_values(config.num_heads), np.float32)
-    is_stated = bias.scheme != "canonical" or np.array_equal(slopes, canonical)
-    scheme = bias.scheme if is_stated else "of its config"  # for example a Jais stretched to longer texts
+    # BLOOM, Falcon and MPT have rules of their own; others may be stretched to longer texts, by their config.
+    other = family.name if family.name in ("bloom", "falcon", "mpt") else "of its config"
+    scheme = "canonical" if np.array_equal(slopes, canonical) else other
     return {
         "family": f"{family.name}, {size:,} parameters in {checkpoint.dtype_name}",
         "layers": str(config.num_layers),
         "heads": f"{config.num_heads} of {config.head_dim} features{keys}, {kind}",
         "slopes": f"{scheme}, from {slopes.max():.4g} to {slopes.min():.4g}",
-        "bias": f"slopes times {counted[bias.counts_from]}, {rounding}; load_checkpoint takes the exact one instead",
+        "bias": f"{family.bias}; load_checkpoint takes the exact one instead",
         "texts": f"of {config.max_len:,} tokens in training, by its config",
     }
 

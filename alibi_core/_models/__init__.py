@@ -17,7 +17,6 @@ from alibi_core._models.language_model import Prompts as Prompts
 from alibi_core._models.language_model import evaluating as evaluating
 from alibi_core._models.language_model import following as following
 from alibi_core._models.language_model import last_tokens as last_tokens
-from alibi_core._models.transformer import BaseActivation as BaseActivation
 from alibi_core._models.transformer import BaseBlock as BaseBlock
 from alibi_core._models.transformer import BaseParts as BaseParts
 from alibi_core._models.transformer import BaseTransformer as BaseTransformer

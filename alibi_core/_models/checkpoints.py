@@ -15,7 +15,7 @@ import numpy as np
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.decoders import family_of
 from alibi_core._models.encoders import MODEL_TYPE, encoder_of
-from alibi_core._models.families import Family, Layout
+from alibi_core._models.families import Family, Layout, Settings
 from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
 from alibi_core._slopes import slope_values
 
@@ -64,17 +64,13 @@ class Checkpoint:
                 f"directory must be one that holds a checkpoint, got {os.fspath(directory)!r}; nothing is downloaded: "
                 "huggingface_hub.snapshot_download gives such a directory for the name of a model"
             )
-        values, place = read_json(path / "config.json"), path / "config.json"
-        if values.get("model_type") == MODEL_TYPE:
-            tensors = stored_tensors(path)
-            family = encoder_of(values, place, tensors)
-        else:
-            family = family_of(values, place)
-            tensors = stored_tensors(path)
+        settings, tensors = Settings(read_json(path / "config.json"), str(path / "config.json")), stored_tensors(path)
+        is_encoder = settings.values.get("model_type") == MODEL_TYPE
+        family = encoder_of(settings, tensors) if is_encoder else family_of(settings)
         # A wrong number of layers would otherwise build a huge table of names.
         if family.config.num_layers > len(tensors):
             raise ValueError(
-                f"number of layers in {place} must be that of the checkpoint, which holds "
+                f"number of layers in {settings.place} must be that of the checkpoint, which holds "
                 f"{len(tensors)} tensors, got {family.config.num_layers}"
             )
         layout = family.layout.as_in(tensors)

@@ -84,11 +84,7 @@ class AlibiConfig:
         token_types: Number of token types of an encoder; 0 for none.
         future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
-        window_size: Keys farther than this many tokens are masked: with 4 a query sees 5 keys, its own among them.
-            Default: no window.
-        distance: Distance between points, if ``positions`` in space are given: ``"manhattan"``, ``"euclidean"`` or
-            ``"chebyshev"``.
-        law: How the penalty grows with the distance: ``"linear"``, ``"log"`` or ``"sqrt"``.
+        window_size, distance, law: As in :func:`alibi_core.attention`.
         implementation: As in the backend's ``attention``, which checks it: the name of an implementation.
 
     Raises:
@@ -204,12 +200,7 @@ AlibiConfig.__init__ = explains_keywords(AlibiConfig.__init__)  # type: ignore[m
 
 
 def check_config(config: Any, *, is_causal: bool | None = None) -> AlibiConfig:
-    """Check that ``config`` is an AlibiConfig, with the model's ``is_causal`` if that is given; return it.
-
-    Raises:
-        TypeError: If ``config`` is not an AlibiConfig.
-        ValueError: If ``config.is_causal`` does not fit the model.
-    """
+    """Check that ``config`` is an AlibiConfig, with the model's ``is_causal`` if that is given; return it."""
     if not isinstance(config, AlibiConfig):
         raise TypeError(f"config must be an AlibiConfig, got {checks.shown(config)}")
     if is_causal is not None and config.is_causal is not is_causal:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from alibi_core._arrays import checks
-from alibi_core._contracts import Contract, named
 from alibi_core._models.config import AlibiConfig
-from alibi_core._models.families import Family, Layout, Settings
+from alibi_core._models.families import BY_DISTANCE, Family, Layout, Settings
 from alibi_core._slopes import slope_values
 
 UNKNOWN = "no language model here has it"
+BY_POSITION = "slopes times positions, in the model's dtype"
 
 # --- Baichuan-13B and Baichuan2-13B, whose checkpoints include their own code. The 7B models have rotary positions.
 
-BAICHUAN_BIAS = Contract("baichuan", "canonical", "first key", takes_bias_max=False)
 BAICHUAN = Layout(
     embedding="model.embed_tokens",
     blocks="model.layers",
@@ -71,7 +69,7 @@ def baichuan(settings: Settings) -> Family:
     is_second = vocab_size == VOCABULARY_OF_2 or "z_loss_weight" in settings.values
     if is_second and config.tied_head:
         raise settings.refuse("tie_word_embeddings", "false", "the rows of Baichuan2's head have norms of 1")
-    return Family("baichuan", BAICHUAN_BIAS, config, vocab_size, replace(BAICHUAN, head_of_unit_rows=is_second))
+    return Family("baichuan", BY_POSITION, config, vocab_size, replace(BAICHUAN, head_of_unit_rows=is_second))
 
 
 # --- BLOOM, by the code of ``transformers``.
@@ -110,7 +108,7 @@ def bloom(settings: Settings) -> Family:
         embedding_norm=True,
         **settings.common(width),
     )
-    return Family("bloom", named("bloom"), config, settings.size("vocab_size"), BLOOM)
+    return Family("bloom", BY_POSITION, config, settings.size("vocab_size"), BLOOM)
 
 
 # --- Falcon, by the code of ``transformers``.
@@ -151,7 +149,7 @@ def falcon(settings: Settings) -> Family:
         **settings.common(width, settings.size("ffn_hidden_size", default=4 * width)),
     )
     layout = replace(FALCON, block=norms | FALCON.block)
-    return Family("falcon", named("falcon"), config, settings.size("vocab_size"), layout)
+    return Family("falcon", "slopes times positions, in bfloat16", config, settings.size("vocab_size"), layout)
 
 
 def _falcon_block(settings: Settings, grouped: bool) -> tuple[str, dict[str, str]]:
@@ -173,7 +171,6 @@ def _falcon_block(settings: Settings, grouped: bool) -> tuple[str, dict[str, str
 
 # --- Jais and BTLM, whose checkpoints include their own code: GPT-2 with ALiBi, SwiGLU, and the scales of muP.
 
-JAIS_BIAS = Contract("jais", "canonical", "query", takes_bias_max=False)
 JAIS_BLOCK = {
     "ln_1": "attention_norm",
     "attn.c_attn": "q k v",
@@ -193,15 +190,24 @@ def jais(settings: Settings) -> Family:
     num_heads = settings.heads(width, "n_head", "num_attention_heads")
     is_gated = settings.values.get("activation_function") == "swiglu"
     activation = "silu" if is_gated else settings.activation("activation_function", default="gelu_new")
+    # muP divides scores by head_dim, not by its square root.
+    power = -1.0 if settings.switch("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d", default=False) else -0.5
+    scale = float((width // num_heads) ** power) if settings.switch("scale_attn_weights", default=True) else 1.0
+    alpha = settings.number("mup_output_alpha", default=1.0)
+    scaling = settings.part("alibi_scaling")
+    if scaling.get("train_seq_len", default=None) is not None:
+        raise scaling.refuse("train_seq_len", "null", "slopes that depend on the text's length are not supported")
+    stretching = scaling.number("factor", default=1.0)  # above 1 in models stretched to longer texts than in training
     config = AlibiConfig(
         num_layers=settings.size("n_layer", "num_hidden_layers"),
         num_heads=num_heads,
         bias=True,
         activation=activation,
         gated=is_gated,
-        slopes=tuple(slope / _jais_stretching(settings) for slope in slope_values(num_heads)),
-        scale=_jais_scale(settings, width // num_heads),
-        logit_scale=_jais_logit_scale(settings),
+        slopes=tuple(slope / stretching for slope in slope_values(num_heads)),
+        scale=scale,
+        # One entry in the first Jais, the product of two entries in later ones.
+        logit_scale=settings.number("width_scale", default=alpha * settings.number("mup_width_scale", default=1.0)),
         **settings.common(width, settings.size("n_inner", default=4 * width))
         | {
             "max_len": settings.size("n_positions", "max_position_embeddings"),
@@ -217,32 +223,7 @@ def jais(settings: Settings) -> Family:
         stored_slopes="transformer.relative_pe.slopes",
         is_transposed=True,
     )
-    return Family(settings.values["model_type"], JAIS_BIAS, config, settings.size("vocab_size"), layout)
-
-
-def _jais_scale(settings: Settings, head_dim: int) -> float:
-    """Return the factor of the scores."""
-    if not settings.switch("scale_attn_weights", default=True):
-        return 1.0
-    # muP divides scores by head_dim, not by its square root.
-    power = -1.0 if settings.switch("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d", default=False) else -0.5
-    return float(head_dim**power)
-
-
-def _jais_logit_scale(settings: Settings) -> float:
-    """Return the factor of the logits: one entry in the first Jais, the product of two entries in later ones."""
-    scale = settings.optional_number("width_scale")
-    if scale is not None:
-        return scale
-    return settings.number("mup_output_alpha", default=1.0) * settings.number("mup_width_scale", default=1.0)
-
-
-def _jais_stretching(settings: Settings) -> float:
-    """Return the divisor of distances, above 1 in models stretched to longer texts than in training."""
-    scaling = settings.part("alibi_scaling")
-    if scaling.get("train_seq_len", default=None) is not None:
-        raise scaling.refuse("train_seq_len", "null", "slopes that depend on the text's length are not supported")
-    return scaling.number("factor", default=1.0)
+    return Family(settings.values["model_type"], BY_DISTANCE, config, settings.size("vocab_size"), layout)
 
 
 # --- MPT, by the configs of llm-foundry (Replit-code, too) and the code of ``transformers``.
@@ -294,6 +275,12 @@ def mpt(settings: Settings) -> Family:
     if settings.switch("attention_bias", default=has_bias) != has_bias:
         raise settings.refuse("attention_bias", f"{has_bias} with no_bias {not has_bias}", UNKNOWN)
     clips = attention.get("clip_qkv", default=0) != 0  # both null and 0 mean no clipping
+    kinds = {"multihead_attention": num_heads, "multiquery_attention": 1, "grouped_query_attention": None}
+    num_kv_heads = kinds[attention.choice("attn_type", kinds, default="multihead_attention")]
+    if settings.get("logit_scale", default=None) == "inv_sqrt_d_model":
+        logit_scale = float(width**-0.5)
+    else:
+        logit_scale = settings.number("logit_scale", default=1.0)
     window = attention.get("sliding_window_size", default=-1)
     if window != -1:
         checks.non_negative_int(attention.called("sliding_window_size"), window)
@@ -301,18 +288,19 @@ def mpt(settings: Settings) -> Family:
     config = AlibiConfig(
         num_layers=settings.size("n_layers", "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_mpt_kv_heads(attention, num_heads),
+        num_kv_heads=attention.size("kv_n_heads") if num_kv_heads is None else num_kv_heads,
         bias=has_bias,
         feed_forward_bias=has_bias,
         norm_bias=has_bias,
         slopes=tuple(slope_values(num_heads, bias_max=bias_max, contract="mpt")),
-        scale=attention.optional_number("softmax_scale"),
-        clip_qkv=attention.optional_number("clip_qkv") if clips else None,
+        scale=attention.number("softmax_scale", default=None),
+        clip_qkv=attention.number("clip_qkv", default=None) if clips else None,
         window_size=None if window == -1 else window,
-        logit_scale=_mpt_logit_scale(settings, width),
+        logit_scale=logit_scale,
         **fields | {"max_len": settings.size("max_seq_len")},
     )
-    return Family("mpt", named("mpt"), config, settings.size("vocab_size"), replace(MPT, block=block))
+    bias = "slopes times positions from the last key, in float32"
+    return Family("mpt", bias, config, settings.size("vocab_size"), replace(MPT, block=block))
 
 
 def _mpt_feed_forward(settings: Settings, width: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -338,20 +326,6 @@ def _mpt_norm(settings: Settings) -> dict[str, Any]:
     return {"norm": MPT_NORMS[name], "norm_epsilon": epsilon}
 
 
-def _mpt_kv_heads(attention: Settings, num_heads: int) -> int:
-    kinds = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
-    kind = attention.choice("attn_type", kinds, default=kinds[0])
-    if kind == "grouped_query_attention":
-        return attention.size("kv_n_heads")
-    return 1 if kind == "multiquery_attention" else num_heads
-
-
-def _mpt_logit_scale(settings: Settings, width: int) -> float:
-    if settings.get("logit_scale", default=None) == "inv_sqrt_d_model":
-        return float(width**-0.5)
-    return settings.number("logit_scale", default=1.0)
-
-
 # --- All families, by the ``model_type`` of their configs.
 
 FAMILIES: dict[str, Callable[[Settings], Family]] = {
@@ -364,10 +338,9 @@ FAMILIES: dict[str, Callable[[Settings], Family]] = {
 }
 
 
-def family_of(values: dict[str, Any], path: Path) -> Family:
-    """Return the family of a ``config.json``'s content; ``path`` is for messages."""
-    settings = Settings(values, str(path))
-    model_type = values.get("model_type")
+def family_of(settings: Settings) -> Family:
+    """Return the family of a decoder's ``config.json``."""
+    model_type = settings.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(map(repr, FAMILIES))
         raise settings.refuse("model_type", f"one of {known}", "checkpoints of no other model are known")

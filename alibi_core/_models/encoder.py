@@ -10,7 +10,7 @@ import numpy as np
 
 from alibi_core._arrays import asarray, astype, checks, device_of, explains_keywords, host_values, namespace_of
 from alibi_core._bias import working_dtype
-from alibi_core._models.transformer import BaseTextModel
+from alibi_core._models.transformer import BaseTextModel, check_in_table, check_tokens
 
 Numbers = np.ndarray[Any, Any]
 POOLING = ("mean", "cls")
@@ -28,7 +28,10 @@ class TextRows:
     @classmethod
     def check(cls, shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> TextRows:
         """Check the ``lengths`` or the ``mask`` of tokens, lists or arrays, by reading their values on the host."""
-        lengths, mask = (None if x is None else _on_host(x) for x in (lengths, mask))
+        lengths, mask = (
+            None if x is None else np.asarray(x.cpu() if hasattr(x, "cpu") else x)  # PyTorch's may be on a GPU
+            for x in (lengths, mask)
+        )
         cls.check_form(shape, lengths, mask)
         if lengths is not None:
             if lengths.size and not 0 <= lengths.min() <= lengths.max() <= shape[1]:
@@ -62,7 +65,7 @@ class TextRows:
         would have to wait for them.
         """
         values = None if numbers is None or not self.text.any() else host_values(numbers)
-        checks.in_table(name, None if values is None else values[self.text], size)
+        check_in_table(name, None if values is None else values[self.text], size)
 
     @property
     def is_full(self) -> bool:
@@ -102,10 +105,6 @@ class TextRows:
         # Row indices are sorted, so each pack is a slice.
         edges = np.searchsorted(self.row_of_place, [*starts[1:]])
         yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
-
-
-def _on_host(value: Any) -> Numbers:
-    return np.asarray(value.cpu() if hasattr(value, "cpu") else value)  # PyTorch's tensors may be on a GPU
 
 
 class BaseEncoder(BaseTextModel):
@@ -179,7 +178,15 @@ class BaseEncoder(BaseTextModel):
         return self._encode(tokens, token_types, lengths, mask, pooling)
 
     def _check(self, tokens: Any, token_types: Any | None) -> None:
-        checks.token_types(token_types, checks.tokens(tokens, self._xp), self.config.token_types, self._xp)
+        check_tokens(tokens, self._xp)
+        if token_types is None:
+            return
+        if not self.config.token_types:
+            raise ValueError("token_types must be None for a model whose config has none, got some")
+        xp = namespace_of(checks.array("token_types", token_types), xp=self._xp, names=("token_types",))
+        shape = tuple(checks.integer_array(xp, "token_types", token_types).shape)
+        if shape != tuple(tokens.shape):
+            raise ValueError(f"token_types must have the shape of tokens, {tuple(tokens.shape)}, got {shape}")
 
     def _text_rows(self, tokens: Any, token_types: Any | None, lengths: Any | None, mask: Any | None) -> TextRows:
         rows = TextRows.check(tuple(tokens.shape), lengths, mask)

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from alibi_core._arrays import checks
-from alibi_core._contracts import Contract
 from alibi_core._models.config import AlibiConfig
-from alibi_core._models.families import Family, Layout, Settings
+from alibi_core._models.families import BY_DISTANCE, Family, Layout, Settings
 from alibi_core._slopes import slope_values
 
 MODEL_TYPE = "bert"  # the model_type in the config.json of all families
@@ -31,7 +28,7 @@ class EncoderFacts:
     """The original code of a family, and the names in its checkpoints."""
 
     original: str  # the class that defines it, and models of that class
-    bias: Contract  # how the original computes its bias; the exact contract used here equals it up to float32 rounding
+    bias: str  # how the original forms its bias, in words; the exact one used here equals it up to float32 rounding
     block: str  # AlibiConfig.block
     modules: dict[str, str]  # Layout.block
     activation: str | None  # entry of config.json that names the activation; None if it is always "gelu"
@@ -55,8 +52,6 @@ class EncoderFacts:
         )
 
 
-_MODEL_DTYPE = Contract("jina", "canonical", "query")
-_FLOAT32 = Contract("mosaic-bert", "canonical", "query", is_always_float32=True)
 _PROJECTIONS = {"attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v"}
 _OUTPUT = {"attention.output.dense": "out", "attention.output.LayerNorm": "attention_norm"}
 _GATED = {"mlp.gated_layers": "gate up", "mlp.wo": "down", "mlp.layernorm": "feed_forward_norm"}
@@ -70,14 +65,14 @@ _JINA, _JINA_CODE = "jinaai/jina-bert-implementation: JinaBertModel", "jinaai/ji
 ENCODERS = {
     "jina": EncoderFacts(
         original=f"{_JINA} with feed_forward_type geglu or reglu (jina-embeddings-v2-small-en, -base-en, -de, ...)",
-        bias=_MODEL_DTYPE,
+        bias=BY_DISTANCE,
         block="post_norm",
         modules=_PROJECTIONS | _OUTPUT | _GATED,
         activation="feed_forward_type",
     ),
     "jina-plain": EncoderFacts(
         original=f"{_JINA} with another feed_forward_type; BERT that alibi_torch.transformers.with_alibi gave ALiBi",
-        bias=_MODEL_DTYPE,
+        bias=BY_DISTANCE,
         block="post_norm",
         modules=_PROJECTIONS
         | _OUTPUT
@@ -87,7 +82,7 @@ ENCODERS = {
     ),
     "jina-code": EncoderFacts(
         original=f"{_JINA_CODE} with feed_forward_type geglu or reglu (jina-embeddings-v2-base-code)",
-        bias=_MODEL_DTYPE,
+        bias=BY_DISTANCE,
         block="double_post_norm",
         modules=_NORMED_PROJECTIONS
         | _OUTPUT
@@ -97,14 +92,14 @@ ENCODERS = {
     ),
     "jina-code-plain": EncoderFacts(
         original=f"{_JINA_CODE} with another feed_forward_type",
-        bias=_MODEL_DTYPE,
+        bias=BY_DISTANCE,
         block="double_post_norm",
         modules=_NORMED_PROJECTIONS | _OUTPUT | _TWO_NORMS | {"mlp.up_layer": "up", "mlp.down_layer": "down"},
         activation="hidden_act",
     ),
     "mosaic-bert": EncoderFacts(
         original="mosaicml/examples, bert_layers.py: BertModel (MosaicBERT; DNABERT-2 and DNABERT-S have a copy of it)",
-        bias=_FLOAT32,
+        bias="slopes times distances from the query, in float32",
         block="post_norm",
         modules={"attention.self.Wqkv": "q k v"} | _OUTPUT | _GATED,
         activation=None,
@@ -113,16 +108,15 @@ ENCODERS = {
 }
 
 
-def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> Family:
+def encoder_of(settings: Settings, tensors: Collection[str]) -> Family:
     """Return the family of an encoder, from its ``config.json`` and the names of its checkpoint's tensors.
 
     The configs of different families can be identical. So the module names of the first block decide, and the config
-    must agree. ``path`` is for messages.
+    must agree.
     """
-    settings = Settings(values, str(path))
     # The family with the most module names in the checkpoint.
     name, facts = max(ENCODERS.items(), key=lambda entry: entry[1].layout.as_in(tensors).count_known(tensors))
-    if facts.says_alibi and values.get("position_embedding_type") != "alibi":
+    if facts.says_alibi and settings.values.get("position_embedding_type") != "alibi":
         raise settings.refuse("position_embedding_type", "'alibi'", "a BERT with embeddings of positions is not loaded")
     advice = "an encoder is loaded, whose tokens see those after them"
     settings.refuse_switches("is_decoder", "add_cross_attention", advice=advice)

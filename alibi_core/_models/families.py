@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alibi_core._arrays import checks
-from alibi_core._contracts import Contract
 from alibi_core._models.config import AlibiConfig
+
+BY_DISTANCE = "slopes times distances from the query, in the model's dtype"
 
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -64,7 +65,7 @@ class Family:
     """A model as its ``config.json`` describes it."""
 
     name: str  # the model_type, or the entry of an encoder in the catalogue
-    bias: Contract  # how the family's own code forms its bias
+    bias: str  # how the family's own code forms its bias, in words
     config: AlibiConfig
     vocab_size: int
     layout: Layout
@@ -111,14 +112,10 @@ class Settings:
     def switch(self, *names: str, default: bool) -> bool:
         return checks.boolean(self.called(*names), self.get(*names, default=default))
 
-    def number(self, *names: str, default: float) -> float:
-        found = self.optional_number(*names)
-        return float(default) if found is None else found
-
-    def optional_number(self, *names: str) -> float | None:
-        """Return a positive number, or None if the entry is absent."""
+    def number(self, *names: str, default: float | None) -> Any:
+        """Return a positive number, or ``default`` if the entry is absent."""
         value = self.get(*names, default=None)
-        return None if value is None else checks.positive_number(self.called(*names), value)
+        return default if value is None else checks.positive_number(self.called(*names), value)
 
     def choice(self, name: str, known: Collection[str], *, default: str) -> str:
         """Return an entry that must be one of the words in ``known``."""

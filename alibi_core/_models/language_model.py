@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from alibi_core._arrays import (
 )
 from alibi_core._models.attention_layer import scaled
 from alibi_core._models.encoder import TextRows
-from alibi_core._models.transformer import BaseTextModel, as_tuple
+from alibi_core._models.transformer import BaseTextModel, as_tuple, check_in_table, check_tokens
 
 _LEAST_TEMPERATURE = 2.0**-126  # smaller ones are raised to this, the smallest normal number of float32
 
@@ -74,14 +73,14 @@ class Generation:
             top_k = min(checks.positive_int("top_k", top_k), vocab_size)
         if top_p is not None and not 0 < checks.real_number("top_p", top_p) <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-        if 0 in checks.tokens(tokens).shape:
+        if 0 in tokens.shape:
             raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tuple(tokens.shape)}")
-        if vocab_size - 1 > _most(tokens.dtype):
+        if vocab_size - 1 > np.iinfo(str(tokens.dtype).rpartition(".")[2]).max:
             raise ValueError(
                 f"tokens must have a dtype that holds all tokens, up to {vocab_size - 1}, got {tokens.dtype}; "
                 "cast them to int32"
             )
-        checks.in_table("tokens", host_values(tokens), vocab_size)
+        check_in_table("tokens", host_values(tokens), vocab_size)
         ends = () if eos_token_id is None else eos_token_id
         ends = tuple(ends) if isinstance(ends, Sequence) else (ends,)
         named = {"eos_token_id": ends, "pad_token_id": () if pad_token_id is None else (pad_token_id,)}
@@ -114,18 +113,18 @@ class Generation:
         logits = (logits - xp.max(logits, axis=-1, keepdims=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
             return logits
-        none = asarray(xp, -math.inf, xp.float32, device_of(xp, logits))
         ordered = -xp.sort(-logits, axis=-1)
         if self.top_k is not None:
             # [..., 1]: the smallest logit of the top_k likeliest tokens
             least = ordered[..., self.top_k - 1 : self.top_k]
-            logits, ordered = (xp.where(x < least, none, x) for x in (logits, ordered))
+            logits, ordered = (xp.where(x < least, -math.inf, x) for x in (logits, ordered))
         if self.top_p is not None:
             weights = xp.exp(ordered)
             # Weight of all likelier tokens; a token is drawn if that is below top_p.
             before = running_sum(xp, weights) - weights
             is_drawn = before < self.top_p * xp.sum(weights, axis=-1, keepdims=True)
-            logits = xp.where(logits < xp.min(xp.where(is_drawn, ordered, -none), axis=-1, keepdims=True), none, logits)
+            least = xp.min(xp.where(is_drawn, ordered, math.inf), axis=-1, keepdims=True)
+            logits = xp.where(logits < least, -math.inf, logits)
         return logits
 
     def next_tokens(self, chosen: Any, ended: Any | None) -> tuple[Any, Any | None]:
@@ -138,7 +137,7 @@ class Generation:
             return chosen, None
         xp = namespace_of(chosen)
         if ended is not None:
-            chosen = xp.where(ended, asarray(xp, self.pad_token_id, chosen.dtype, device_of(xp, chosen)), chosen)
+            chosen = xp.where(ended, self.pad_token_id, chosen)
         for token in self.eos_token_ids:
             ended = chosen == token if ended is None else xp.logical_or(ended, chosen == token)
         return chosen, ended
@@ -182,7 +181,7 @@ class BaseLanguageModel(BaseTextModel):
 
     def embed(self, tokens: Any) -> Any:
         """Return the transformer's input for ``tokens``, ``[batch, length]``: ``[batch, length, embed_dim]``."""
-        return self._embed(checks.tokens(tokens, self._xp))
+        return self._embed(check_tokens(tokens, self._xp))
 
     def read_out(self, hidden: Any) -> Any:
         """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
@@ -235,21 +234,15 @@ class BaseLanguageModel(BaseTextModel):
         """
         draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        prompts = Prompts.check(checks.tokens(tokens, self._xp), lengths, mask)
+        prompts = Prompts.check(check_tokens(tokens, self._xp), lengths, mask)
         is_padded = prompts.lengths is not None
         rules = Generation.check(prompts.tokens, max_new_tokens, self._vocab_size, **draws, **ends, is_padded=is_padded)
         return prompts.followed_by(self._generate(prompts, max_new_tokens, rules, key), rules.pad_token_id or 0)
 
     def _generate(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
-        """Return a list of the ``number`` new tokens, ``[batch, 1]`` each."""
+        """Return a list of the ``number`` new tokens, ``[batch, 1]`` each; JAX overrides this to compile the steps."""
         if number == 0:
             return []
-        # Restored afterwards: the caller may be training.
-        with evaluating(self):
-            return self._extend(prompts, number, rules, source)
-
-    def _extend(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
-        """Return a list of the ``number`` new tokens, in evaluation mode; JAX overrides this to compile the steps."""
         batch_size, length = prompts.tokens.shape
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + number - 1)
@@ -262,7 +255,8 @@ class BaseLanguageModel(BaseTextModel):
             chosen = self._choose(self.read_out(hidden), rules, sources[index])  # [batch]
             return rules.next_tokens(astype(namespace_of(chosen), chosen, unread.dtype)[:, None], ended)
 
-        return following(prompts.tokens, number, step)
+        with evaluating(self):  # restored afterwards: the caller may be training
+            return following(prompts.tokens, number, step)
 
 
 @contextmanager
@@ -344,9 +338,3 @@ def following(
             found += [unread] * (number - index - 1)
             break
     return found
-
-
-def _most(dtype: Any) -> int:
-    """Return the largest number of an integer dtype of any library."""
-    unsigned, bits = re.findall(r"(u?)int(\d+)$", str(dtype))[0]
-    return int(2 ** (int(bits) - (not unsigned))) - 1

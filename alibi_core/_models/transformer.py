@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from alibi_core._arrays import checks, explains_keywords
+import numpy as np
+
+from alibi_core._arrays import Namespace, checks, explains_keywords, namespace_of, signed
 from alibi_core._models.attention_layer import Module, cache_lengths, scaled, truncate
 from alibi_core._models.config import AlibiConfig, check_config
 
@@ -15,9 +17,8 @@ class BaseParts(Module):
 
     A backend defines a method for each kind of module: ``linear(features, to, bias)``, ``layer_norm(features)``,
     ``rms_norm(features)``, ``activation()``, ``dropout()`` (may return None), ``embedding(count)`` with variance
-    ``1 / embed_dim``, ``block()``, ``transformer()``, ``listed(modules)``, a list of modules, and
-    ``chained(modules)``, a sequence of modules, which may be a list. ``attention_layer`` is the class of its attention
-    layer.
+    ``1 / embed_dim``, ``block()``, ``transformer()``, and ``listed(modules)``, a list of modules.
+    ``attention_layer`` is the class of its attention layer.
 
     Args:
         config: Shape of the model.
@@ -47,7 +48,7 @@ class BaseParts(Module):
         return make(features or self.config.embed_dim)
 
     def feed_forward(self) -> Any:
-        """Return a feed-forward layer: two projections, an activation between them, and dropout."""
+        """Return the modules of a feed-forward layer: two projections, an activation between them, and dropout."""
         config = self.config
         modules = [
             self.linear(config.embed_dim, config.up_dim, config.has_up_bias),
@@ -55,25 +56,14 @@ class BaseParts(Module):
             self.linear(config.hidden_dim, config.embed_dim, config.feed_forward_bias),
             self.dropout(),
         ]
-        return self.chained([module for module in modules if module is not None])
-
-
-class BaseActivation(Module):
-    """An activation function; if gated, the activation of the first half of the features times the second half."""
-
-    def __call__(self, x: Any) -> Any:
-        """Return ``[..., hidden]``; ``x`` is ``[..., hidden]``, or ``[..., 2 * hidden]`` if gated."""
-        if not self.is_gated:
-            return self.function(x)
-        hidden = x.shape[-1] // 2
-        return self.function(x[..., :hidden]) * x[..., hidden:]
+        return self.listed([module for module in modules if module is not None])
 
 
 class BaseBlock(Module):
     """A block: attention and a feed-forward layer with residual connections."""
 
     def _build(self, parts: BaseParts) -> None:
-        self.kind = parts.config.block
+        self.kind, self.is_gated = parts.config.block, parts.config.gated
         self.attention_norm = parts.norm()
         self.attention = parts.attention()
         if self.kind != "shared_norm":
@@ -107,12 +97,16 @@ class BaseBlock(Module):
         return self.feed_forward_norm(attended + self._fed_forward(attended))
 
     def _fed_forward(self, x: Any) -> Any:
-        # A framework's Sequential, or a list of layers.
-        if callable(self.feed_forward):
-            return self.feed_forward(x)
-        for layer in self.feed_forward:
-            x = layer(x)
-        return x
+        up, activation, *rest = self.feed_forward
+        hidden = up(x)  # [..., hidden_dim]; if gated, [..., 2 * hidden_dim], the gate first
+        if self.is_gated:
+            half = hidden.shape[-1] // 2
+            hidden = activation(hidden[..., :half]) * hidden[..., half:]
+        else:
+            hidden = activation(hidden)
+        for layer in rest:
+            hidden = layer(hidden)
+        return hidden
 
 
 class BaseTransformer(Module):
@@ -147,16 +141,10 @@ class BaseTransformer(Module):
 
         Args:
             x: ``[batch, length, embed_dim]``.
-            mask: Booleans or integers 0 and 1, True where a query may attend: ``[batch, kv_len]`` for padding, or with
-                axes that broadcast to ``[batch, num_heads, length, kv_len]``; with JAX's caches, ``kv_len`` is their
-                ``max_length``.
-            segment_ids: ``[batch, length]`` integers; tokens attend only to tokens with the same id. With caches, a
-                pair (of ``x``, of all ``kv_len`` tokens).
+            mask, segment_ids, positions, lengths: As in :class:`AlibiAttention`; ``positions`` exclude ``caches``,
+                ``lengths`` require them.
             caches: One key-value cache a block, from :meth:`make_caches`. JAX's caches are immutable: pass the caches
                 that the previous call returned.
-            positions: ``[batch, length]`` or ``[batch, length, dims]``, explicit positions, as in ``attention``.
-                Excludes ``caches``.
-            lengths: With ``caches``, ``[batch]`` integers: the number of tokens in each row of ``x`` without padding.
 
         Returns:
             ``[batch, length, embed_dim]``, in the dtype of ``x``. In JAX, with caches, the pair of the output and the
@@ -206,7 +194,8 @@ class BaseTextModel(Module):
 
     def _build(self, parts: BaseParts, vocab_size: int, *, is_causal: bool) -> None:
         config = self.config = check_config(parts.config, is_causal=is_causal)
-        self.embedding = parts.embedding(checks.positive_int("vocab_size", vocab_size))
+        self._vocab_size = checks.positive_int("vocab_size", vocab_size)
+        self.embedding = parts.embedding(self._vocab_size)
         if config.token_types and not is_causal:
             self.token_type_embedding = parts.embedding(config.token_types)
         if config.embedding_norm:
@@ -216,21 +205,31 @@ class BaseTextModel(Module):
             self.head = parts.linear(config.embed_dim, vocab_size, False)
 
     def _embed(self, tokens: Any, token_types: Any | None = None) -> Any:
-        x = scaled(self._look_up(self.embedding, tokens), self.config.embedding_factor)
+        xp = namespace_of(tokens)
+        tokens = signed(xp, tokens)  # PyTorch's embeddings accept int32 and int64 only
+        x = scaled(self.embedding(tokens), self.config.embedding_factor)
         if self.config.token_types and not self.config.is_causal:
             # Default: all tokens have type 0.
-            x = x + self._look_up(self.token_type_embedding, tokens * 0 if token_types is None else token_types)
+            x = x + self.token_type_embedding(tokens * 0 if token_types is None else signed(xp, token_types))
         return self.embedding_norm(x) if self.config.embedding_norm else x
-
-    def _look_up(self, table: Any, numbers: Any) -> Any:
-        """Return the rows of an embedding table; ``numbers`` may have any integer dtype."""
-        return table(numbers)
-
-    @property
-    def _vocab_size(self) -> int:
-        return int(self.embedding.weight.shape[0])
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
     """Return a module's result as a tuple; with JAX's caches it is a pair already."""
     return result if isinstance(result, tuple) else (result,)
+
+
+def check_tokens(value: Any, xp: Namespace | None = None) -> Any:
+    """Check for token ids, ``[batch, length]`` integers, of the library ``xp`` if it is given."""
+    checks.integer_array(namespace_of(checks.array("tokens", value), xp=xp, names=("tokens",)), "tokens", value)
+    if len(value.shape) != 2:
+        how = "; tokens[None] makes one text a batch" if len(value.shape) == 1 else ""
+        raise ValueError(f"tokens must have shape (batch, length), got {tuple(value.shape)}{how}")
+    return value
+
+
+def check_in_table(name: str, values: np.ndarray[Any, Any] | None, size: int) -> None:
+    """Check that all ``values`` are row indices of a table with ``size`` rows. ``values`` is None where unknown."""
+    if values is not None and values.size and not 0 <= values.min() <= values.max() < size:
+        wrong = values.min() if values.min() < 0 else values.max()
+        raise ValueError(f"{name} must be from 0 to {size - 1}, for which there are embeddings, got {wrong:.0f}")

@@ -14,4 +14,3 @@ array, boolean, broadcastable, one_of = _checks.array, _checks.boolean, _checks.
 floating_dtype, integer_array = _checks.floating_dtype, _checks.integer_array
 non_negative_int, positive_int = _checks.non_negative_int, _checks.positive_int
 non_negative_number, slopes_values = _checks.non_negative_number, _checks.slopes_values
-token_types, tokens = _checks.token_types, _checks.tokens

@@ -56,10 +56,6 @@ class AlibiEncoder(nnx.Module, models.BaseEncoder):
         parts = Parts(config, attention, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self._build(parts, vocab_size, is_causal=False)
 
-    @property
-    def _vocab_size(self) -> int:
-        return self.embedding.num_embeddings
-
     def _encode(
         self, tokens: jax.Array, token_types: jax.Array | None, lengths: Any, mask: Any, pooling: str
     ) -> jax.Array:

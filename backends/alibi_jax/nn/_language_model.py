@@ -50,10 +50,6 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
         parts = Parts(config, attention, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self._build(parts, vocab_size, is_causal=True)
 
-    @property
-    def _vocab_size(self) -> int:
-        return self.embedding.num_embeddings
-
     def _tied_head(self, hidden: jax.Array) -> jax.Array:
         return self.embedding.attend(hidden)
 

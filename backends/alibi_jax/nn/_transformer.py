@@ -58,13 +58,13 @@ class Block(nnx.Module, models.BaseBlock):
         self._build(parts)
 
 
-class Activation(nnx.Module, models.BaseActivation):
-    """An activation, gated or not."""
+class Activation(nnx.Module):
+    """An activation, by its name in ``AlibiConfig``."""
 
-    def __init__(self, name: str, is_gated: bool) -> None:
-        self.name, self.is_gated = name, is_gated
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def function(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         """Return the activation of ``x``."""
         return ACTIVATIONS[self.name](x)
 
@@ -73,9 +73,7 @@ class Parts(models.BaseParts):
     """Factory of the Flax modules of a model."""
 
     attention_layer = AlibiAttention
-    listed = chained = (
-        nnx.List
-    )  # a list, so that feed-forward layers have the indices of PyTorch's nn.Sequential, as in weight files
+    listed = nnx.List
 
     def linear(self, features: int, to: int, bias: bool) -> nnx.Module:
         return nnx.Linear(features, to, use_bias=bias, **self.options)
@@ -89,7 +87,7 @@ class Parts(models.BaseParts):
         return nnx.RMSNorm(features, epsilon=self.config.norm_epsilon, **self.options)
 
     def activation(self) -> nnx.Module:
-        return Activation(self.config.activation, self.config.gated)
+        return Activation(self.config.activation)
 
     def dropout(self) -> nnx.Module | None:
         return nnx.Dropout(self.config.dropout, rngs=self.options["rngs"]) if self.config.dropout > 0 else None

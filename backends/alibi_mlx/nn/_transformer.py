@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 from mlx import nn
 
 from alibi_core.backend import models
@@ -25,6 +24,7 @@ class AlibiTransformer(SavesLayers, models.BaseTransformer):
             ``layer(x, mask=..., segment_ids=..., cache=...)``. Default ``alibi_mlx.AlibiAttention``.
 
     Example:
+        >>> import mlx.core as mx
         >>> model = AlibiTransformer(AlibiConfig(num_layers=1))
         >>> model(mx.random.normal((8, 100, 256))).shape
         (8, 100, 256)
@@ -47,20 +47,11 @@ class Block(nn.Module, models.BaseBlock):
         self._build(parts)
 
 
-class Activation(nn.Module, models.BaseActivation):
-    """An activation, gated or not."""
-
-    def __init__(self, function: Callable[[mx.array], mx.array], is_gated: bool) -> None:
-        super().__init__()
-        self.function, self.is_gated = function, is_gated
-
-
 class Parts(models.BaseParts):
     """Factory of the MLX modules of a model."""
 
     attention_layer = AlibiAttention
-    # A list, because nn.Sequential would add "layers" to the parameter names, which must equal PyTorch's.
-    listed = chained = list
+    listed = list
 
     def linear(self, features: int, to: int, bias: bool) -> nn.Module:
         return nn.Linear(features, to, bias=bias)
@@ -73,7 +64,7 @@ class Parts(models.BaseParts):
 
     def activation(self) -> nn.Module:
         makers = {"gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("precise"), "silu": nn.SiLU, "relu": nn.ReLU}
-        return Activation(makers[self.config.activation](), self.config.gated)
+        return makers[self.config.activation]()
 
     def dropout(self) -> nn.Module:
         return nn.Dropout(self.config.dropout)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_core.backend import models
-from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, look_up
+from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts
 
 
 class AlibiEncoder(nn.Module, models.BaseEncoder):
@@ -31,7 +31,6 @@ class AlibiEncoder(nn.Module, models.BaseEncoder):
     """
 
     _xp = torch
-    _look_up = staticmethod(look_up)
 
     def __init__(self, config: AlibiConfig, vocab_size: int, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from alibi_core.backend import models
 from alibi_core.backend.checks import explains_keywords
 from alibi_core.backend.models import Generation
-from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, look_up
+from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts
 
 
 class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
@@ -38,7 +38,6 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
     """
 
     _xp = torch
-    _look_up = staticmethod(look_up)
 
     def __init__(self, config: AlibiConfig, vocab_size: int, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from alibi_core.backend import models
 from alibi_core.backend.models import AlibiConfig
@@ -46,16 +45,6 @@ class Block(nn.Module, models.BaseBlock):
     forward = models.BaseBlock.__call__
 
 
-class Activation(nn.Module, models.BaseActivation):
-    """An activation, gated or not."""
-
-    def __init__(self, function: nn.Module, is_gated: bool) -> None:
-        super().__init__()
-        self.function, self.is_gated = function, is_gated
-
-    forward = models.BaseActivation.__call__
-
-
 class Parts(models.BaseParts):
     """Factory of the PyTorch modules of a model."""
 
@@ -73,7 +62,7 @@ class Parts(models.BaseParts):
 
     def activation(self) -> nn.Module:
         makers = {"gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("tanh"), "silu": nn.SiLU, "relu": nn.ReLU}
-        return Activation(makers[self.config.activation](), self.config.gated)
+        return makers[self.config.activation]()
 
     def dropout(self) -> nn.Module:
         return nn.Dropout(self.config.dropout)
@@ -88,11 +77,3 @@ class Parts(models.BaseParts):
 
     def transformer(self) -> AlibiTransformer:
         return AlibiTransformer(self.config, attention=self.factory)
-
-    def chained(self, modules: list[nn.Module]) -> nn.Module:
-        return nn.Sequential(*modules)
-
-
-def look_up(table: nn.Module, numbers: Tensor) -> Tensor:
-    """Return a table's rows for integers of any dtype; PyTorch's embeddings accept only int32 and int64."""
-    return table(numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long())
