@@ -27,7 +27,7 @@ from alibi_core._arrays import (
     signed,
 )
 from alibi_core._contracts import Contract
-from alibi_core._distance import LAWS, as_points, check_positions, penalty, relative_points
+from alibi_core._distance import LAWS, as_points, check_positions, difference, penalty, relative_points
 from alibi_core._slopes import slope_values
 
 
@@ -124,10 +124,10 @@ def bias(
     traced = ", or give bias_from_positions the positions, which may be traced"
     q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset, traced)
     checks.positions_fit(q_offset, q_len, kv_len)
-    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
+    args = _Arguments.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
     # [q_len] and [kv_len], int32
-    queries, keys = (arange(made_of.xp, length, made_of.device) for length in (q_len, kv_len))
-    return made_of.between(relative_positions(made_of.xp, queries + q_offset, keys), keys)
+    queries, keys = (arange(args.xp, length, args.device) for length in (q_len, kv_len))
+    return args.between(difference(queries + q_offset, keys), keys)
 
 
 @explains_keywords
@@ -216,10 +216,10 @@ def bias_from_positions(
         raise ValueError(
             f"kv_positions must be on the device of q_positions, {device}, got {device_of(xp, kv_positions)}"
         )
-    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
-    if made_of.rule.is_key_only and not (q_points.shape[-1] == 1 and is_kind(xp, kv_points.dtype, "integral")):
+    args = _Arguments.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
+    if args.rule.is_key_only and not (q_points.shape[-1] == 1 and is_kind(xp, kv_points.dtype, "integral")):
         raise ValueError(f"positions must be integers on a line with contract {contract!r}, which counts tokens")
-    if made_of.rule.counts_from == "last key":
+    if args.rule.counts_from == "last key":
         raise ValueError(
             f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
             "any padding"
@@ -227,20 +227,19 @@ def bias_from_positions(
     # Leading axes of positions, segment ids and slopes broadcast against each other.
     leading = {name: tuple(array.shape[:-1]) for name, array in named.items()}
     leading |= {"q_positions": q_points.shape[:-2], "kv_positions": kv_points.shape[:-2]}
-    batch = _leading_shape(leading | {"slopes": made_of.slopes.shape[:-1]})
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
-        checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
+    batch = _leading_shape(leading | {"slopes": args.slopes.shape[:-1]})
     precise = xp.float64 if has_float64(xp) else xp.float32
     # [..., 1, q_len, kv_len]
     relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise))
     same = None
     if q_segment_ids is not None and kv_segment_ids is not None:
+        checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
+        checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
         # PyTorch does not compare most unsigned integers.
         q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))
         # [..., 1, q_len, kv_len]
         same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
-    return made_of.between(relative, kv_positions, same)
+    return args.between(relative, kv_positions, same)
 
 
 @explains_keywords
@@ -280,18 +279,13 @@ def key_bias(
     """
     kv_len = checks.non_negative_int("kv_len", kv_len)
     checks.positions_fit(0, 0, kv_len)
-    made_of = _Parts.check(contract, slopes, None, True, allow_negative_slopes, xp, dtype, device)
-    keys = arange(made_of.xp, kv_len, made_of.device)
-    if made_of.rule.is_key_only:
-        return made_of.of_keys(keys)
+    args = _Arguments.check(contract, slopes, None, True, allow_negative_slopes, xp, dtype, device)
+    keys = arange(args.xp, kv_len, args.device)
+    if args.rule.is_key_only:
+        return args.of_keys(keys)
     relative = (keys - (kv_len - 1))[None, :]  # [1, kv_len]
-    row = linear_bias(made_of.xp, made_of.slopes, None, relative, None, is_causal=True)
-    return narrowed(made_of.xp, row, made_of.dtype)
-
-
-def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
-    """Return ``kv_positions[j] - q_positions[i]``, ``[..., q_len, kv_len]``: negative for keys before the query."""
-    return signed(xp, kv_positions)[..., None, :] - signed(xp, q_positions)[..., :, None]
+    row = linear_bias(args.xp, args.slopes, None, relative, None, is_causal=True)
+    return narrowed(args.xp, row, args.dtype)
 
 
 def linear_bias(
@@ -359,7 +353,7 @@ def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Arguments:
     """The checked arguments of a bias besides positions, with its namespace, dtype and device."""
 
     xp: Namespace
@@ -384,7 +378,7 @@ class _Parts:
         dtype: DType | None,
         device: Device | None,
         law: str = "linear",
-    ) -> _Parts:
+    ) -> _Arguments:
         checks.one_of("law", law, LAWS)
         rule = Contract.check(contract, slopes, future_slopes, is_causal, allow_negative)
         if rule.is_key_only and law != "linear":
@@ -479,8 +473,8 @@ def place_slopes(xp: Namespace, slopes: Any, dtype: DType, device: Device | None
 
 
 def with_head_axis(array: Any) -> Any:
-    """Return ``[..., q_len, kv_len]`` as ``[..., 1, q_len, kv_len]``."""
-    return array[..., None, :, :]
+    """Return ``[..., q_len, kv_len]`` as ``[..., 1, q_len, kv_len]``; unchanged without batch axes."""
+    return array if array.ndim == 2 else array[..., None, :, :]
 
 
 def _leading_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from alibi_core._arrays import (
@@ -18,13 +18,14 @@ from alibi_core._arrays import (
     astype,
     checks,
     device_of,
+    floating_name,
     is_kind,
     is_numpy,
     namespace_of,
     signed,
 )
-from alibi_core._bias import linear_bias, place_slopes, reach_of, relative_positions, with_head_axis, working_dtype
-from alibi_core._distance import DISTANCES, LAWS, check_order, may_have_nan, points_of_call, relative_points
+from alibi_core._bias import linear_bias, place_slopes, reach_of, with_head_axis, working_dtype
+from alibi_core._distance import DISTANCES, LAWS, check_order, difference, may_have_nan, points_of_call, relative_points
 from alibi_core._mask import boolean_mask, with_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -32,6 +33,10 @@ LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
 FARTHEST = 2**30  # tokens; offsets in arrays are clipped to this size, so that positions fit int32
+
+# By dtype of queries and keys, the default tolerance, the unit roundoff: smaller changes are lost in rounding.
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+LARGEST_TOLERANCE = 0.5  # above 0.5 the key that a bound refers to could itself be dropped
 
 
 class BiasTerms(NamedTuple):
@@ -78,7 +83,7 @@ class AttentionCall:
     # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
     mask: Any | None = field(metadata={"axes": ("heads", "queries", "keys")})
     scale: float
-    tolerance: float | None
+    tolerance: float  # the share of softmax weight that may be left out
     shares_ids: bool = False  # whether a query always has the segment id of the key at its own position
     # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
     added_key_bias: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
@@ -150,6 +155,8 @@ class AttentionCall:
         device = _common_device(xp, arrays)
         slopes, future_slopes = (adopted(xp, x, device) for x in (slopes, future_slopes))
         working = working_dtype(xp, dtype)
+        if tolerance is None:
+            tolerance = UNIT_ROUNDOFF[str(floating_name(dtype))]
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative_slopes)
         placed = [
@@ -186,7 +193,10 @@ class AttentionCall:
             checks.floating_array(xp, "added_bias", added_bias)
             added_bias = with_score_axes(xp, "added_bias", added_bias, *_score_axes(sizes))
             # Backends expect a finite added_bias: its -inf become part of the mask.
-            mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
+            added_bias = astype(xp, added_bias, working)
+            shown: Any = added_bias != -math.inf
+            mask = shown if mask is None else xp.logical_and(mask, shown)
+            added_bias = xp.where(shown, added_bias, 0.0)
         return cls(
             xp=xp,
             **sizes,
@@ -202,7 +212,7 @@ class AttentionCall:
             window_size=window_size,
             mask=mask,
             scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
-            tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
+            tolerance=min(checks.non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE),
             q_points=q_points,
             kv_points=kv_points,
             shares_points=q_positions is not None and q_positions is kv_positions,
@@ -275,18 +285,22 @@ class AttentionCall:
         offset = self.q_offset[..., None] if self.has_offset_array else self.q_offset
         return offset + queries, keys
 
-    def tile(self, *, batch: slice, heads: slice, queries: slice, keys: slice) -> AttentionCall:
-        """Return the call restricted to these batch entries, heads, queries and keys.
+    def tile(
+        self,
+        *,
+        batch: slice | None = None,
+        heads: slice | None = None,
+        queries: slice | None = None,
+        keys: slice | None = None,
+    ) -> AttentionCall:
+        """Return the call, of one batch axis, restricted to these batch entries, heads, queries and keys; None for all.
 
-        Slopes, masks and positions are sliced, so :meth:`bias` of the tile is a tile of this call's bias, except for a
-        constant along each row where distances are counted from the nearest key of the tile.
-
-        Args:
-            batch: Slice of the batch axis; the call must have exactly one. All four slices need ``start`` and ``stop``.
-            heads: Slice of the query heads: whole groups, or heads of one group.
-            queries: Slice of the queries.
-            keys: Slice of the keys.
+        Slices need ``start`` and ``stop``; heads must be whole groups, or heads of one group. Slopes, masks and
+        positions are sliced, so :meth:`bias` of the tile is a tile of this call's bias, except for a constant along
+        each row where distances are counted from the nearest key of the tile.
         """
+        given, sizes = (batch, heads, queries, keys), (self.batch[0], self.num_heads, self.q_len, self.kv_len)
+        batch, heads, queries, keys = (slice(0, n) if x is None else x for x, n in zip(given, sizes, strict=True))
         parts = {"heads": heads, "queries": queries, "keys": keys, "dims": slice(None)}
 
         def cut(name: str, array: Any) -> Any:
@@ -335,33 +349,24 @@ class AttentionCall:
         return replace(self.map_arrays(merged), batch=(math.prod(batch),))
 
     def visible(self, relative: Any) -> Any | None:
-        """Return the boolean mask of visible keys, from relative positions; None if every query sees every key.
+        """Return which keys are visible, from relative positions; None if every query sees every key.
 
-        Args:
-            relative: Key minus query positions, ``[..., 1, q_len, kv_len]`` or ``[q_len, kv_len]``.
-
-        Returns:
-            Booleans that broadcast to ``[*batch, num_heads, q_len, kv_len]``.
+        The result broadcasts to ``[*batch, num_heads, q_len, kv_len]``. ``relative`` are key minus query positions,
+        ``[..., 1, q_len, kv_len]`` or ``[q_len, kv_len]``.
         """
-        rules = self._rules_of_distance(relative)
+        rules = self._distance_rules(relative)
         if self.q_segment_ids is not None and self.kv_segment_ids is not None:
             # [..., q_len, 1] == [..., 1, kv_len]
             rules.append(with_head_axis(self.q_segment_ids[..., :, None] == self.kv_segment_ids[..., None, :]))
         if self.mask is not None:
             rules.append(self.mask)
-        return self._all(rules)
+        # Not `&`: under mx.vmap its result has the shape of the first operand, not the broadcast shape.
+        return functools.reduce(self.xp.logical_and, rules) if rules else None
 
-    def _rules_of_distance(self, relative: Any) -> list[Any]:
+    def _distance_rules(self, relative: Any) -> list[Any]:
         """Return the masks by direction and by window, as a list of up to two."""
         rules = [relative <= 0] if self.is_causal else []
         return rules if self.window_size is None else [*rules, self.xp.abs(relative) <= self.window_size]
-
-    def _all(self, rules: list[Any]) -> Any | None:
-        visible = None
-        for rule in rules:
-            # Not `&`: under mx.vmap its result has the shape of the first operand, not the broadcast shape.
-            visible = rule if visible is None else self.xp.logical_and(visible, rule)
-        return visible
 
     def bias(self, terms: BiasTerms | None = None, out: Any | None = None) -> tuple[Any, Any | None]:
         """Return the dense bias, masks included, with no row of only -inf (softmax would give NaN).
@@ -404,7 +409,7 @@ class AttentionCall:
         rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law}
         return BiasTerms(relative, visible, attends, reach_of(xp, relative, nearest, self.slopes.dtype, **rules))
 
-    @cached_property
+    @functools.cached_property
     def bias_by_distance(self) -> Any:
         """The bias by relative position, for a Toeplitz bias and an int offset: the diagonals of the matrix.
 
@@ -416,7 +421,8 @@ class AttentionCall:
         relative = arange(self.xp, self.kv_len - self.q_offset, self.device, 1 - self.q_offset - self.q_len)[None]
         # If all relative positions are <= 0, a causal mask hides no key.
         is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
-        visible = None if is_past else self._all(self._rules_of_distance(relative))
+        rules = [] if is_past else self._distance_rules(relative)
+        visible = functools.reduce(self.xp.logical_and, rules) if rules else None
         return self._linear_bias(relative, visible)[..., 0, :]
 
     def _relative(self, relative: Any | None) -> tuple[Any, Any]:
@@ -424,7 +430,7 @@ class AttentionCall:
         xp = self.xp
         if self.q_points is None:
             q_positions, kv_positions = self.positions()
-            relative = relative_positions(xp, q_positions, kv_positions)
+            relative = difference(q_positions, kv_positions)
             nearest = self.distance_to_keys(q_positions)[..., :, None]
         else:
             if relative is None:
@@ -433,10 +439,10 @@ class AttentionCall:
             if self.is_empty:
                 nearest = xp.zeros_like(relative[..., :1])
             elif self.sees_own_key:  # a key at distance 0: nothing to subtract
-                return with_head_axis(relative) if relative.ndim > 2 else relative, None
+                return with_head_axis(relative), None
             else:
                 nearest = self._origin(relative, None)
-        return (relative, nearest) if relative.ndim == 2 else (with_head_axis(relative), with_head_axis(nearest))
+        return with_head_axis(relative), with_head_axis(nearest)
 
     def distance_to_keys(self, positions: Any) -> Any:
         """Return the distance of each position from the range of keys, ``0`` to ``kv_len - 1``; 0 inside it."""
@@ -521,13 +527,6 @@ def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
 
 def _batch_axes(batch: tuple[int, ...]) -> list[str]:
     return ["batch"] if len(batch) == 1 else [f"batch{axis}" for axis in range(len(batch))]
-
-
-def _split_off_mask(xp: Namespace, mask: Any | None, added_bias: Any) -> tuple[Any, Any]:
-    """Return the mask combined with the -inf of ``added_bias``, and ``added_bias`` with 0 in place of -inf."""
-    visible = added_bias != -math.inf
-    bias = xp.where(visible, added_bias, xp.zeros_like(added_bias))
-    return visible if mask is None else xp.logical_and(mask, visible), bias
 
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:

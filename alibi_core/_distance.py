@@ -96,12 +96,7 @@ def as_points(
 def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: str, length: int) -> Any:
     """Return positions as ``[..., length, dims]``, given ``[..., length]`` or ``[..., length, dims]``.
 
-    Args:
-        xp: Namespace of the array.
-        positions: Positions of queries or of keys.
-        batch: Batch axes of the call; leading axes of positions broadcast to them.
-        name: Name of the length for messages, ``"q_len"`` or ``"kv_len"``.
-        length: Number of queries or keys, in tokens.
+    Leading axes broadcast to ``batch``; ``name`` is that of the length, ``"q_len"`` or ``"kv_len"``.
     """
     shape = tuple(check_positions(xp, "positions", positions).shape)
     axes = ", ".join([*(["batch"] if batch else []), name])
@@ -141,15 +136,9 @@ def relative_points(
 ) -> Any:
     """Return relative positions, ``[..., q_len, kv_len]``: integers for integers, except Euclidean ones in space.
 
-    A token without a position has the relative position 0 to every token.
-
-    Args:
-        xp: Namespace of the arrays.
-        q_points: ``[..., q_len, dims]``, integer or floating; NaN in any dimension for a token without a position.
-        kv_points: ``[..., kv_len, dims]``.
-        distance: One of :data:`DISTANCES`; on a line (``dims == 1``) all are the same.
-        dtype: Floating dtype to compute in; float64 positions are computed in float64.
-        may_have_nan: Whether a token may be without a position.
+    Points are ``[..., length, dims]``; on a line (``dims == 1``) all distances are the same. Floating ones are computed
+    in ``dtype``, or in float64 if a point is float64. A token without a position, which has NaN in a dimension, has the
+    relative position 0 to every token.
     """
     # Do not lose digits of float64 positions.
     if any("float64" in str(x.dtype) for x in (q_points, kv_points)):
@@ -169,12 +158,12 @@ def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: 
     once, so its sign is right. If either array is floating, the result has ``dtype``.
     """
     if not all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
-        return _difference(astype(xp, q_positions, dtype), astype(xp, kv_positions, dtype))
+        return difference(astype(xp, q_positions, dtype), astype(xp, kv_positions, dtype))
     if not lacks_64_bits(xp):
-        return _difference(astype(xp, q_positions, xp.int64), astype(xp, kv_positions, xp.int64))
+        return difference(astype(xp, q_positions, xp.int64), astype(xp, kv_positions, xp.int64))
     # Split into 16-bit halves: float32 holds the difference of each half exactly, and only their sum is rounded.
     high, low = (
-        _difference(astype(xp, q, xp.float32), astype(xp, kv, xp.float32))
+        difference(astype(xp, q, xp.float32), astype(xp, kv, xp.float32))
         for q, kv in zip(_halves(xp, q_positions), _halves(xp, kv_positions), strict=True)
     )
     return high * 2.0**16 + low
@@ -192,7 +181,8 @@ def relative_position(xp: Namespace, steps: list[Any], distance: str, dtype: DTy
     return 0 - functools.reduce(combine, [xp.abs(step) for step in steps])
 
 
-def _difference(q_positions: Any, kv_positions: Any) -> Any:
+def difference(q_positions: Any, kv_positions: Any) -> Any:
+    """Return ``kv_positions[j] - q_positions[i]``, ``[..., q_len, kv_len]``: negative for keys before the query."""
     return kv_positions[..., None, :] - q_positions[..., :, None]
 
 

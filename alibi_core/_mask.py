@@ -43,13 +43,7 @@ def with_score_axes(xp: Namespace, name: str, array: Any, batch: dict[str, int],
 
     Broadcasting aligns the last axes. An array with batch axes first, such as a tokenizer's mask ``[batch, kv_len]``,
     lacks ``num_heads`` and maybe ``q_len``: it gets these axes. If its sizes also fit the aligned axes, it is refused.
-
-    Args:
-        xp: Namespace of the array.
-        name: Name of the argument.
-        array: A mask, or a bias that is added to scores.
-        batch: Sizes of the batch axes, by name.
-        scores: Sizes of the axes ``num_heads``, ``q_len`` and ``kv_len``, by name.
+    ``batch`` and ``scores`` are the sizes of the scores' axes, by name: the batch axes, and the last three.
     """
     shape, target = tuple(array.shape), (*batch.values(), *scores.values())
     axes, count = [*batch, *scores], len(batch)

@@ -168,14 +168,10 @@ def _mpt_slopes(num_heads: int, bias_max: Fraction) -> tuple[float, ...]:
     # transformers computes arange(1, n' + 1) * (bias_max / n') in float32.
     step = Fraction(_rounded(bias_max / above, FLOAT32_BITS))
     exponents = [Fraction(_rounded(step * (head + 1), FLOAT32_BITS)) for head in range(above)]
-    slopes = [_reciprocal_of_power(exponent) for exponent in exponents]
+    powers = [Fraction(_rounded(_power_of_two(x), FLOAT32_BITS)) if x < 128 else None for x in exponents]
+    # 2**128 is infinite in float32, and its reciprocal 0.
+    slopes = [0.0 if power is None else _rounded(1 / power, FLOAT32_BITS) for power in powers]
     return tuple(slopes if above == num_heads else (slopes[1::2] + slopes[0::2])[:num_heads])
-
-
-def _reciprocal_of_power(exponent: Fraction) -> float:
-    if exponent >= 128:
-        return 0.0  # the power is infinite in float32
-    return _rounded(1 / Fraction(_rounded(_power_of_two(exponent), FLOAT32_BITS)), FLOAT32_BITS)
 
 
 def _rounded(value: Fraction | decimal.Decimal, bits: int) -> float:

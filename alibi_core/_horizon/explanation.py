@@ -14,7 +14,7 @@ from alibi_core._arrays import astype, on_host
 from alibi_core._call import AttentionCall
 from alibi_core._horizon.jobs import entry_of, visible_keys
 from alibi_core._horizon.measure import host_ranges
-from alibi_core._horizon.ranges import ENDLESS, KeyRanges, tolerance_of
+from alibi_core._horizon.ranges import ENDLESS, KeyRanges
 from alibi_core._horizon.tiling import Tiling
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Explanation:
         if not call.is_toeplitz:  # no key is left out; with explicit positions all pairs count as visible
             is_causal, leaves_out = call.is_causal and call.q_points is None, False
             call = replace(call, q_points=None, kv_points=None, law="linear", is_causal=is_causal)
-        tolerance, flat = tolerance_of(call) if leaves_out else 0.0, call.with_one_batch_axis()
+        flat = (call if leaves_out else replace(call, tolerance=0.0)).with_one_batch_axis()
         query, key, value = (
             _read(call, name, astype(call.xp, x, call.working_dtype)).reshape(-1, *x.shape[-3:])
             for name, x in zip(("query", "key", "value"), tensors, strict=True)
@@ -110,7 +110,7 @@ class Explanation:
         host = flat.map_arrays(lambda array, _: _read(call, "slopes, masks and offsets", array))
         host = replace(host, xp=numpy_namespace, working_dtype=dtype, device=None)
         entries = [entry_of(host, index) for index in range(host.batch[0])]
-        ranges = [host_ranges(x, query[i, None], key[i, None], tolerance, TILING) for i, x in enumerate(entries)]
+        ranges = [host_ranges(x, query[i, None], key[i, None], TILING) for i, x in enumerate(entries)]
         pairs = np.stack([_pairs(*each) for each in zip(entries, ranges, strict=True)]).sum(axis=0)
         edges = np.append(np.arange(0, host.q_len, ranges[0].q_block), host.q_len)
         visible = [np.stack(visible_keys(entry, edges[:-1], edges[1:] - 1), axis=-1) for entry in entries]
@@ -118,8 +118,8 @@ class Explanation:
         return cls(
             implementation=implementation,
             refusals={name: reason for name, reason in refusals.items() if reason is not None},
-            tolerance=tolerance,
-            error_bound=2 * tolerance * float(np.abs(value).max()) if tolerance else 0.0,
+            tolerance=flat.tolerance,
+            error_bound=2 * flat.tolerance * float(np.abs(value).max()) if flat.tolerance else 0.0,
             # [batch, num_heads]
             horizons=np.stack([_horizons(*each) for each in zip(entries, ranges, strict=True)]),
             scores_visible=int(pairs[0]),

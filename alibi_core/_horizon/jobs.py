@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from alibi_core._call import AttentionCall
-from alibi_core._horizon.ranges import FIELDS, KeyRanges
+from alibi_core._horizon.measure import KeyNorms, host_ranges
+from alibi_core._horizon.ranges import KeyRanges
 from alibi_core._horizon.tiling import Tiling
 
 Ints = np.ndarray[Any, Any]
@@ -55,8 +56,7 @@ class Job:
 
 def entry_of(call: AttentionCall, index: int) -> AttentionCall:
     """Return the call restricted to one batch entry, with an int offset."""
-    whole = slice(0, call.num_heads), slice(0, call.q_len), slice(0, call.kv_len)
-    entry = call.tile(batch=slice(index, index + 1), heads=whole[0], queries=whole[1], keys=whole[2])
+    entry = call.tile(batch=slice(index, index + 1))
     return replace(entry, q_offset=int(entry.q_offset.reshape(-1)[0] if call.has_offset_array else entry.q_offset))
 
 
@@ -106,25 +106,31 @@ def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, A
     return np.minimum(first, call.kv_len), np.maximum(stop, 0)
 
 
-def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, tiling: Tiling) -> Iterator[Job]:
-    """Yield the jobs of one batch entry, for the keys in the ranges that it needs.
+def needed_jobs(
+    call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: KeyNorms | None = None
+) -> Iterator[Job]:
+    """Yield the jobs of a call with one batch axis, for the keys that matter, planned in NumPy by batch entry.
 
     Args:
-        call: The call of the entry, from :func:`entry_of`. Its mask and segment ids are read on the host.
-        ranges: Its plan, as NumPy arrays ``[num_heads, q_blocks]``.
-        index: Index of the batch entry.
-        tiling: The sizes of tiles.
+        call: The call. Its mask and segment ids are read on the host.
+        query: ``[batch, num_heads, q_len, head_dim]``.
+        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
+        tiling: The sizes of blocks and tiles.
+        known: Bounds of the norms of keys; if given, keys are not measured.
     """
-    if call.q_len <= tiling.few:
-        by_head = _few_jobs(call, ranges, index)
-    else:
-        by_head = [_head_jobs(call, ranges, head, index, tiling) for head in range(call.num_heads)]
-    yield from _shared(by_head, call.num_heads // call.num_kv_heads, tiling.bias_elements)
+    for index in range(call.batch[0]):
+        entry, one = entry_of(call, index), slice(index, index + 1)
+        ranges = host_ranges(entry, query[one], key[one], tiling, None if known is None else known.of_entries(one))
+        if call.q_len <= tiling.few:
+            by_head = _few_jobs(entry, ranges, index)
+        else:
+            by_head = [_head_jobs(entry, ranges, head, index, tiling) for head in range(call.num_heads)]
+        yield from _shared(by_head, call.num_heads // call.num_kv_heads, tiling.bias_elements)
 
 
 def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
     """Return one job for each head of one batch entry: with few queries, calls cost more time than scores."""
-    first, stop, past, future = (getattr(ranges, name).astype(np.int64) for name in FIELDS)
+    first, stop, past, future = (x.astype(np.int64) for x in ranges[1:])
     # [num_heads]: the union over all blocks of queries
     widest = first.min(axis=1), stop.max(axis=1), past.max(axis=1), future.max(axis=1)
     first, stop = _needed(widest, call.q_offset, call.q_len)
@@ -141,12 +147,8 @@ def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[J
 def _needed(of_block: tuple[Ints, ...], lowest: Any, counts: Any) -> tuple[Ints, Ints]:
     """Return the first and the last + 1 key that ``counts`` queries from position ``lowest`` on need.
 
-    Fully masked queries get one key, the first: their result becomes zeros.
-
-    Args:
-        of_block: The ``FIELDS`` of the blocks of these queries.
-        lowest: Position of the first query.
-        counts: Number of consecutive queries.
+    ``of_block`` are the ranges of the blocks of these queries. Fully masked queries get one key, the first: their
+    result becomes zeros.
     """
     first, stop, past, future = of_block
     first, stop = np.maximum(first, lowest - past + 1), np.minimum(stop, lowest + counts - 1 + future)
@@ -160,7 +162,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
     Adjacent tiles share one kernel call with the widest key range that any of them needs. A tile joins the call if the
     extra scores cost less than another call, and if the wider ranges lie inside the sequence.
     """
-    fields = [getattr(ranges, name)[head].astype(np.int64) for name in FIELDS]
+    fields = [x[head].astype(np.int64) for x in ranges[1:]]
     # The median width of ranges, without the width of the block itself.
     rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), tiling)
     starts = np.arange(0, call.q_len, rows)

@@ -29,14 +29,7 @@ from alibi_core._arrays import (
 from alibi_core._bias import working_dtype
 from alibi_core._call import AttentionCall
 from alibi_core._horizon.nearest import nearest_keys, parts_of
-from alibi_core._horizon.ranges import (
-    FIELDS,
-    KeyRanges,
-    ScoreBounds,
-    by_block,
-    key_ranges,
-    log_sum_exp_of_mean,
-)
+from alibi_core._horizon.ranges import KeyRanges, ScoreBounds, by_block, key_ranges, score_rounding
 from alibi_core._horizon.tiling import Tiling
 
 
@@ -59,34 +52,62 @@ class Measured:
     q_block: int  # queries that share one bound
     kv_block: int  # keys that share one bound
     q_norms: Any  # [batch, num_heads, q_len]: bounds of norms, times abs(scale)
-    own_scores: Any  # [batch, num_heads, q_len]: scaled scores of the key at the query's own position
+    # [batch, num_heads, q_len]: scaled scores of the key at the query's own position; any number if there is none
+    own_scores: Any
     key_norms: Any  # [batch or 1, num_kv_heads or 1, kv_blocks]: bounds of norms of centred keys
     centre: Any | None  # [batch, num_kv_heads, 1, head_dim]: the mean, subtracted from all keys; None if not centred
-    lower: Any | None  # [batch, num_heads, q_len]: lower bounds of log-sum-exps of scores with centred keys
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """The fields that are arrays, by name; fields that are None are left out."""
-        names = ("q_norms", "own_scores", "key_norms", "centre", "lower")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    # [batch, num_heads, q_len]: lower bounds of log-sum-exps of scores with centred keys; -inf where unknown, inf for a
+    # query that needs no key
+    lower: Any | None
 
     def bounds(self, call: AttentionCall, nearest: Any) -> ScoreBounds:
         """Return the score bounds of these measurements.
+
+        If a score, a norm or a product of norms is NaN or infinite, its query needs every visible key.
 
         Args:
             call: The call whose queries and keys were measured.
             nearest: Distances of nearest keys, from :func:`nearest_keys`.
         """
-        heads = (*self.key_norms.shape[:-2], call.num_kv_heads, self.key_norms.shape[-1])
-        return ScoreBounds.of_tokens(
-            call,
-            self.q_norms,
-            self.own_scores,
-            by_query_head(call, call.xp.broadcast_to(self.key_norms, heads)),
-            nearest,
-            self.lower,
+        xp = call.xp
+        rounding = score_rounding(call.head_dim)  # of the products here and of the measured scores
+        # Replace NaN by inf first: max() ignores NaN under XLA on CPUs.
+        q_norms, key_norms = (_nan_to_inf(xp, x) for x in (self.q_norms, self.key_norms))
+        # [..., num_heads, kv_blocks]
+        shape = (*key_norms.shape[:-2], call.num_kv_heads, key_norms.shape[-1])
+        key_norms = by_query_head(call, xp.broadcast_to(key_norms, shape))
+        # [..., num_heads, 1]
+        largest = xp.max(key_norms, axis=-1, keepdims=True)
+        # Cauchy-Schwarz: no scaled score of the query exceeds this in size.
+        bound = _nan_to_inf(xp, q_norms * largest)
+        # The nearest key may lie on either side: take the steeper slope.
+        slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
+        # For queries far from all keys the penalty is rounded about 12 times; 1 + 2**-20 covers that.
+        lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
+        # nearest == 0: the key at the query's own position is visible.
+        anchors = xp.where(nearest == 0, self.own_scores, lowest)
+        # -1 marks fully masked queries.
+        needs_none = nearest < 0
+        if self.lower is not None:
+            anchors = at_least(xp, anchors, self.lower)
+            needs_none = needs_none | (self.lower == math.inf)
+        anchors = anchors - rounding * bound
+        if call.added_key_bias is not None and call.kv_len > 0:  # it may raise any score and lower the anchor's score
+            spread = xp.max(call.added_key_bias, axis=-1) - xp.min(call.added_key_bias, axis=-1)
+            anchors = anchors - spread[..., None]
+        # Differences of infinite bounds are NaN: use the anchor -inf, with which every key is needed.
+        anchors = xp.where((bound < math.inf) & (xp.abs(anchors) < math.inf), anchors, -math.inf)
+        # A query that sees no key gets excess -inf, and so needs none.
+        excess = xp.where(needs_none, -math.inf, (1 + rounding) * bound - anchors)
+        anchors = xp.where(needs_none, math.inf, anchors)
+        return ScoreBounds(
             q_block=self.q_block,
             kv_block=self.kv_block,
+            excess=xp.max(by_block(xp, excess, self.q_block), axis=-1),
+            anchor=xp.min(by_block(xp, anchors, self.q_block), axis=-1),
+            q_least=xp.min(by_block(xp, q_norms, self.q_block), axis=-1),
+            q_most=xp.max(by_block(xp, q_norms, self.q_block), axis=-1) * (1 + rounding),
+            key_norm=key_norms,
         )
 
 
@@ -210,40 +231,40 @@ def _bound_by_means(
         scores = xp.matmul(xp.reshape(queries, (blocks, count, -1)), means[..., None])
         # Mean distance from a query to the keys of the block before its own.
         distance = astype(xp, arange(xp, length, device_of(xp, query)) % count, dtype) + (count + 1) / 2
-        found.append(log_sum_exp_of_mean(slope, xp.reshape(scores, (-1,))[:length] * call.scale, distance, count))
+        # The exponential is convex: the sum is at least `count` times the exponential of the mean.
+        mean = xp.reshape(scores, (-1,))[:length] * call.scale - slope * distance
+        found.append(mean + math.log(count))
     bounds = _joined(xp, found)
     # A sum of large keys may overflow to inf, which is no lower bound: use -inf.
     return xp.where(bounds < math.inf, bounds, nothing)
 
 
-def host_ranges(
-    call: AttentionCall, query: Any, key: Any, tolerance: float, tiling: Tiling, known: KeyNorms | None = None
-) -> KeyRanges:
+def host_ranges(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: KeyNorms | None = None) -> KeyRanges:
     """Return the plan of one batch entry, as NumPy arrays ``[num_heads, q_blocks]``.
 
     The arguments are those of :func:`measure`. Heads are planned in groups: the plan of all heads at once could take
     more memory than the attention itself.
     """
-    q_block, parts = tiling.q_block_of(call.q_len), []
+    parts = []
     with np.errstate(all="ignore"):  # sums of large numbers overflow to inf; then all keys are needed
         # Masks alone decide, so nothing is measured.
-        if tolerance == 0:
-            bounds = ScoreBounds.unmeasured(call, q_block=q_block, kv_block=call.kv_len)
+        if call.tolerance == 0:
+            bounds = ScoreBounds.unmeasured(call, q_block=tiling.q_block_of(call.q_len), kv_block=call.kv_len)
         else:
             measured = measure(call, query, key, tiling, known)
             # The call is on the host: copy the measurements there, too.
             if is_numpy(call.slopes):
-                xp = namespace_of(query)
-                read: dict[str, Any] = {name: on_host(xp, x) for name, x in measured.arrays.items()}
-                measured = replace(measured, **read)
+                xp, names = namespace_of(query), ("q_norms", "own_scores", "key_norms", "lower")
+                found: dict[str, Any] = {name: getattr(measured, name) for name in names}
+                found = {name: on_host(xp, x) for name, x in found.items() if x is not None}
+                measured = replace(measured, **found)
             bounds = measured.bounds(call, nearest_keys(call, tiling.part_elements))
         # Elements a head in key_ranges: q_blocks * kv_blocks.
         width = bounds.excess.shape[-1] * bounds.key_norm.shape[-1]
         for heads in parts_of(call.num_heads, width, tiling.part_elements):
-            part = call.tile(batch=slice(0, 1), heads=heads, queries=slice(0, call.q_len), keys=slice(0, call.kv_len))
-            parts.append(key_ranges(part, bounds.of_heads(heads), tolerance))
-    whole = {name: np.concatenate([on_host(call.xp, getattr(part, name))[0] for part in parts]) for name in FIELDS}
-    return KeyRanges(q_block, **whole)
+            ranges = key_ranges(call.tile(heads=heads), bounds.of_heads(heads))
+            parts.append([on_host(call.xp, x)[0] for x in ranges[1:]])
+    return KeyRanges(bounds.q_block, *map(np.concatenate, zip(*parts, strict=True)))
 
 
 def by_query_head(call: AttentionCall, of_keys: Any) -> Any:
@@ -280,3 +301,8 @@ def _joined(xp: Namespace, parts: list[Any]) -> Any:
 def _statistics(array: Any) -> DType:
     """Return the dtype to measure an array in."""
     return working_dtype(namespace_of(array), array.dtype)
+
+
+def _nan_to_inf(xp: Namespace, sizes: Any) -> Any:
+    """Return ``sizes`` with inf in place of NaN."""
+    return xp.where(sizes < math.inf, sizes, math.inf)

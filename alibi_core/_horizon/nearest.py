@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from alibi_core._arrays import along_axis, astype, checks, running_max
-from alibi_core._bias import relative_positions, with_head_axis
+from alibi_core._bias import with_head_axis
 from alibi_core._call import AttentionCall
+from alibi_core._distance import difference
 
 
 def nearest_keys(call: AttentionCall, part_elements: int | None = None) -> Any:
@@ -34,10 +35,9 @@ def nearest_keys(call: AttentionCall, part_elements: int | None = None) -> Any:
         return _under_padding(call, mask)
     if part_elements is None:
         return _by_pair(call)
-    batch, heads, keys = slice(0, call.batch[0]), slice(0, call.num_heads), slice(0, call.kv_len)
     width = call.kv_len * (1 if mask is None or mask.ndim < 3 else mask.shape[-3])
     parts = parts_of(call.q_len, width, part_elements)
-    return xp.concat([_by_pair(call.tile(batch=batch, heads=heads, queries=x, keys=keys)) for x in parts], axis=-1)
+    return xp.concat([_by_pair(call.tile(queries=x)) for x in parts], axis=-1)
 
 
 def parts_of(length: int, elements: int, part_elements: int | None) -> Iterator[slice]:
@@ -64,8 +64,7 @@ def _by_position(call: AttentionCall) -> Any:
 
 def _by_pair(call: AttentionCall) -> Any:
     """Return the distances as a minimum over all pairs of a query and a key."""
-    relative = relative_positions(call.xp, *call.positions())
-    relative = with_head_axis(relative) if relative.ndim > 2 else relative
+    relative = with_head_axis(difference(*call.positions()))
     nearest = call.nearest_visible(relative, call.visible(relative))[..., 0]
     return call.xp.where(nearest == checks.MAX_POSITION, -1, nearest)
 

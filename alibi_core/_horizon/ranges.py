@@ -10,8 +10,7 @@ The bounds hold for any data: a key with a huge norm, wherever it is, lengthens 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,27 +25,13 @@ from alibi_core._arrays import (
     checks,
     device_of,
     extended,
-    floating_name,
     running_sum,
 )
 from alibi_core._bias import slopes_of_any_sign, with_head_axis
 from alibi_core._call import AttentionCall
 from alibi_core._distance import LAWS, distance_of_tail
 
-# By dtype of queries and keys, the unit roundoff: smaller changes are lost in the rounding of the result.
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-
-FIELDS = ("first", "stop", "past", "future")  # the array fields of KeyRanges
-
-LARGEST_TOLERANCE = 0.5  # above 0.5 the key that the bound refers to could itself be dropped
 ENDLESS = 2**30  # tokens; larger distances are clipped to this, so that position + distance fits int32
-
-
-def tolerance_of(call: AttentionCall) -> float:
-    """Return the share of softmax weight that may be left out: ``call.tolerance``, or the dtype's unit roundoff."""
-    if call.tolerance is not None:
-        return call.tolerance
-    return UNIT_ROUNDOFF[str(floating_name(call.dtype))]
 
 
 def horizon(
@@ -134,8 +119,7 @@ def reach(xp: Namespace, slopes: Any, excess: Any, tolerance: float) -> Any:
     return xp.where(falls, xp.where(heavier <= 0, 0.0, at_least(xp, tokens, 1.0)), math.inf)
 
 
-@dataclass(frozen=True)
-class ScoreBounds:
+class ScoreBounds(NamedTuple):
     """Bounds of scores by block, known before any score is computed. A block is a run of consecutive tokens.
 
     A query's *anchor* is a lower bound of its log-sum-exp, the logarithm of its softmax denominator: the score of the
@@ -160,77 +144,6 @@ class ScoreBounds:
     key_norm: Any
 
     @classmethod
-    def of_tokens(
-        cls,
-        call: AttentionCall,
-        q_norms: Any,
-        own_scores: Any,
-        key_norms: Any,
-        nearest: Any,
-        lower: Any | None = None,
-        *,
-        q_block: int,
-        kv_block: int,
-    ) -> ScoreBounds:
-        """Return the bounds from measurements of each token.
-
-        Args:
-            call: The call whose scores are bounded.
-            q_norms: ``[..., num_heads, q_len]``: norms of queries, times ``abs(call.scale)``.
-            own_scores: ``[..., num_heads, q_len]``: the scaled score of the key at the query's own position; any number
-                if there is no such key. If a score, a norm or a product of norms is NaN or infinite, its query needs
-                every visible key.
-            key_norms: ``[..., num_heads, kv_len]``, or ``[..., num_heads, kv_blocks]``, a bound for each ``kv_block``
-                keys. One vector may be subtracted from all keys, here and in ``own_scores``: softmax is invariant to
-                it.
-            nearest: Distances of nearest keys, from :func:`nearest_keys`.
-            lower: ``[..., num_heads, q_len]``: other known lower bounds of the queries' log-sum-exps, such as
-                :func:`log_sum_exp_of_mean`; -inf where unknown, inf for a query that needs no key.
-            q_block: Queries in a block.
-            kv_block: Keys in a block.
-        """
-        xp = call.xp
-        rounding = score_rounding(call.head_dim)  # of the products here and of the measured scores
-        # Replace NaN by inf first: max() ignores NaN under XLA on CPUs.
-        q_norms, key_norms = (nan_to_inf(xp, x) for x in (q_norms, key_norms))
-        if key_norms.shape[-1] == call.kv_len:
-            # [..., num_heads, kv_blocks]
-            key_norms = xp.max(by_block(xp, key_norms, kv_block), axis=-1)
-        # [..., num_heads, 1]
-        largest = xp.max(key_norms, axis=-1, keepdims=True)
-        # Cauchy-Schwarz: no scaled score of the query exceeds this in size.
-        bound = nan_to_inf(xp, q_norms * largest)
-        # The nearest key may lie on either side: take the steeper slope.
-        slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
-        # For queries far from all keys the penalty is rounded about 12 times; 1 + 2**-20 covers that.
-        lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
-        # nearest == 0: the key at the query's own position is visible.
-        anchors = xp.where(nearest == 0, own_scores, lowest)
-        # -1 marks fully masked queries.
-        needs_none = nearest < 0
-        if lower is not None:
-            anchors = at_least(xp, anchors, lower)
-            needs_none = needs_none | (lower == math.inf)
-        anchors = anchors - rounding * bound
-        if call.added_key_bias is not None and call.kv_len > 0:  # it may raise any score and lower the anchor's score
-            spread = xp.max(call.added_key_bias, axis=-1) - xp.min(call.added_key_bias, axis=-1)
-            anchors = anchors - spread[..., None]
-        # Differences of infinite bounds are NaN: use the anchor -inf, with which every key is needed.
-        anchors = xp.where((bound < math.inf) & (xp.abs(anchors) < math.inf), anchors, -math.inf)
-        # A query that sees no key gets excess -inf, and so needs none.
-        excess = xp.where(needs_none, -math.inf, (1 + rounding) * bound - anchors)
-        anchors = xp.where(needs_none, math.inf, anchors)
-        return cls(
-            q_block=q_block,
-            kv_block=kv_block,
-            excess=xp.max(by_block(xp, excess, q_block), axis=-1),
-            anchor=xp.min(by_block(xp, anchors, q_block), axis=-1),
-            q_least=xp.min(by_block(xp, q_norms, q_block), axis=-1),
-            q_most=xp.max(by_block(xp, q_norms, q_block), axis=-1) * (1 + rounding),
-            key_norm=key_norms,
-        )
-
-    @classmethod
     def unmeasured(cls, call: AttentionCall, *, q_block: int, kv_block: int) -> ScoreBounds:
         """Return zeros as bounds, for a tolerance of 0: masks alone decide which keys are needed."""
         q_blocks, kv_blocks = (
@@ -241,16 +154,14 @@ class ScoreBounds:
 
     def of_heads(self, heads: slice) -> ScoreBounds:
         """Return the bounds of these heads."""
-        names = ("excess", "anchor", "q_least", "q_most", "key_norm")
-        return replace(self, **{name: getattr(self, name)[:, heads] for name in names})
+        return ScoreBounds(self.q_block, self.kv_block, *(x[:, heads] for x in self[2:]))
 
 
-@dataclass(frozen=True)
-class KeyRanges:
+class KeyRanges(NamedTuple):
     """The tile plan: the keys that the queries of each block need. All others together weigh at most the tolerance.
 
     Both conditions apply: a query at position ``p`` needs the keys ``j`` with ``first <= j < stop`` and
-    ``p - past < j < p + future``. The four fields are int32 arrays ``[..., num_heads, q_blocks]``, in tokens.
+    ``p - past < j < p + future``. The last four fields are int32 arrays ``[..., num_heads, q_blocks]``, in tokens.
     """
 
     q_block: int
@@ -260,36 +171,27 @@ class KeyRanges:
     future: Any
 
 
-def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> KeyRanges:
-    """Return which keys each block of queries needs, for a result within ``2 * tolerance * max|value|``.
+def key_ranges(call: AttentionCall, bounds: ScoreBounds) -> KeyRanges:
+    """Return which keys each block of queries needs, for a result within ``2 * call.tolerance * max|value|``.
 
     Masks by position (causal, window) narrow the ranges too, and so do segments that are contiguous in a packed row.
-    No values are read on the host: shapes alone decide which operations run.
-
-    Args:
-        call: The call, from :meth:`AttentionCall.check`.
-        bounds: Bounds of its scores.
-        tolerance: The share of softmax weight that may be left out; with 0 masks alone decide.
-
-    Returns:
-        The ranges of keys of each block of queries, ``[..., num_heads, q_blocks]``, int32, in tokens.
+    At tolerance 0 masks alone decide. No values are read on the host: shapes alone decide which operations run.
 
     Example:
         Where scores are alike, a head of slope 0.5 needs few of 4,096 keys, in blocks of 1,024 queries:
 
-        >>> call = AttentionCall.check(*[np.ones((1, 1, 4096, 2))] * 3, np.asarray([0.5]))
+        >>> call = AttentionCall.check(*[np.ones((1, 1, 4096, 2))] * 3, np.asarray([0.5]), tolerance=2.0**-24)
+        >>> from alibi_core.backend.horizon import Measured
         >>> norms = np.ones((1, 1, 4096))
-        >>> tokens = norms, norms, norms, np.zeros(4096, np.int32)
-        >>> bounds = ScoreBounds.of_tokens(call, *tokens, q_block=1024, kv_block=64)
-        >>> ranges = key_ranges(call, bounds, tolerance=2.0**-24)
+        >>> measured = Measured(1024, 64, norms, norms, norms[..., ::64], centre=None, lower=None)
+        >>> ranges = key_ranges(call, measured.bounds(call, nearest=np.zeros(4096, np.int32)))
         >>> ranges.past[0, 0].tolist(), ranges.first[0, 0].tolist(), ranges.stop[0, 0].tolist()
         ([36, 36, 36, 36], [0, 989, 2013, 3037], [1024, 2048, 3072, 4096])
     """
     xp, device = call.xp, call.device
     q_blocks, kv_blocks = bounds.excess.shape[-1], bounds.key_norm.shape[-1]
-    tolerance = min(tolerance, LARGEST_TOLERANCE)
     # Keys on both sides share the tolerance.
-    side = tolerance if call.is_causal else tolerance / 2
+    side = call.tolerance if call.is_causal else call.tolerance / 2
     q_starts, kv_starts = arange(xp, q_blocks, device) * bounds.q_block, arange(xp, kv_blocks, device) * bounds.kv_block
     q_ends, kv_ends = (
         at_most(xp, starts + block, n) - 1  # index of the block's last token
@@ -347,15 +249,6 @@ def score_rounding(head_dim: int) -> float:
     return 2.0**-23 * (head_dim + 8)
 
 
-def log_sum_exp_of_mean(slopes: Any, mean_score: Any, mean_distance: Any, count: int) -> Any:
-    """Return a lower bound of a query's log-sum-exp, from the mean of its scores with ``count`` visible keys.
-
-    The exponential is convex: the sum is at least ``count`` times the exponential of the mean. For similar scores this
-    bound is far above the score of the query's own key, and horizons are shorter.
-    """
-    return mean_score - slopes * mean_distance + math.log(count)
-
-
 def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
     """Return the most by which scores exceed anchors, ``[..., num_heads, q_blocks, kv_blocks]``."""
     xp = call.xp
@@ -370,13 +263,10 @@ def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
 
 
 def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, block: int) -> Any:
-    """Return the largest number of leading blocks whose keys together weigh at most 1.
+    """Return the largest number of leading blocks, of ``block`` keys each, that together weigh at most 1.
 
-    Args:
-        weights: ``[..., blocks]``, upper bounds of the logarithm of a key's weight, without its bias.
-        slopes: ``[..., 1]``.
-        distance: ``[..., blocks]``, tokens to the nearest key of each block.
-        block: Keys in a block.
+    ``weights``, ``[..., blocks]``, bound the logarithm of a key's weight, without its bias; ``distance``, ``[...,
+    blocks]``, is that of each block's nearest key, in tokens; ``slopes`` are ``[..., 1]``.
     """
     falls = slopes > 0
     # Sum of exp(-slope * n) for n from 0 on: a block weighs at most this many times its nearest key.
@@ -419,8 +309,3 @@ def by_block(xp: Namespace, array: Any, block: int) -> Any:
 def _tokens(xp: Namespace, distances: Any) -> Any:
     """Return distances as int32; NaN, infinite ones and all from ENDLESS on become ENDLESS."""
     return astype(xp, xp.where(distances < ENDLESS, distances, float(ENDLESS)), xp.int32)
-
-
-def nan_to_inf(xp: Namespace, sizes: Any) -> Any:
-    """Return ``sizes`` with inf in place of NaN."""
-    return xp.where(sizes < math.inf, sizes, math.inf)

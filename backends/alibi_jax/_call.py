@@ -11,7 +11,6 @@ import numpy as np
 
 from alibi_core.backend import AttentionCall, checks, join_call, split_call
 from alibi_core.backend.checks import namespace_of
-from alibi_core.backend.horizon import tolerance_of
 
 
 def _flatten(call: AttentionCall) -> tuple[tuple[Any, ...], Any]:
@@ -62,7 +61,7 @@ def operands_of(call: AttentionCall, query: Any, key: Any, value: Any, key_norms
         array = array.reshape((1,) * (axes + 1 - array.ndim) + array.shape)
         return array if array.shape[0] in (1, batch) else jnp.broadcast_to(array, (batch, *array.shape[1:]))
 
-    flat = replace(flat.map_arrays(with_batch_axis), tolerance=tolerance_of(flat), device=None)
+    flat = replace(flat.map_arrays(with_batch_axis), device=None)
     return Operands(*(x.reshape(batch, *x.shape[-3:]) for x in (query, key, value)), flat, key_norms)
 
 

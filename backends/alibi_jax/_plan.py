@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.checks import MAX_POSITION
 from alibi_core.backend.horizon import (
-    FIELDS,
     KeyNorms,
     Measured,
     ScoreBounds,
@@ -42,13 +41,11 @@ def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
     Memory is linear in the lengths, and the host reads nothing. One bound of norms covers ``kv_tile`` or more keys.
     """
     call, bounds = operands.call, _score_bounds(operands, Tiling(q_block=q_tile, kv_block=kv_tile))
-    ranges = key_ranges(call, bounds, call.tolerance)
+    ranges = key_ranges(call, bounds)
     # [batch, num_heads, q_blocks] becomes [batch, num_heads, tiles]: a block of queries is one tile or several.
     starts = jnp.arange(-(-call.q_len // q_tile), dtype=jnp.int32) * q_tile
     shape = (*call.batch, call.num_heads, bounds.excess.shape[-1])
-    first, stop, past, future = (
-        jnp.broadcast_to(getattr(ranges, x), shape)[..., starts // ranges.q_block] for x in FIELDS
-    )
+    first, stop, past, future = (jnp.broadcast_to(x, shape)[..., starts // ranges.q_block] for x in ranges[1:])
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
     # Positions of the first and last query of each tile.
     lowest = starts + offset

@@ -20,11 +20,8 @@ from alibi_core.backend.horizon import (
     KeyNorms,
     Tiling,
     current_tiling,
-    entry_of,
-    host_ranges,
-    jobs_of_entry,
+    needed_jobs,
     plain_jobs,
-    tolerance_of,
 )
 from alibi_core.backend.horizon import norm_bounds as bounds_of
 
@@ -62,19 +59,14 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
     ``value`` is evaluated, too: where that fails, ``mx.vmap`` may be mapping it, and the overlapping views of tiles
     (``mx.as_strided``) have no vmap rule, so the plan is made from shapes.
     """
-    sizes, tolerance = tiling(), tolerance_of(call)
-    is_plain = call.kv_len <= sizes.short or tolerance == 0 or _reads_quickly(call, norms is not None)
+    sizes = tiling()
+    is_plain = call.kv_len <= sizes.short or call.tolerance == 0 or _reads_quickly(call, norms is not None)
     is_plain = is_plain or not call.is_toeplitz  # key_ranges knows no points, and no law but the linear one
     host = None if is_plain else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))
     # Measure, or read the cache's norms, only now that they are needed.
-    known, found = None if norms is None else norms(), []
-    for index in range(host.batch[0]):
-        entry, one = entry_of(host, index), slice(index, index + 1)
-        own = None if known is None else known.of_entries(one)
-        found += jobs_of_entry(entry, host_ranges(entry, query[one], key[one], tolerance, sizes, own), index, sizes)
-    return found
+    return list(needed_jobs(host, query, key, sizes, None if norms is None else norms()))
 
 
 def _reads_quickly(call: AttentionCall, has_norms: bool) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from alibi_core import horizon
 from alibi_core.backend import AttentionCall
-from alibi_core.backend.horizon import ScoreBounds, key_ranges, nearest_keys
+from alibi_core.backend.horizon import Measured, by_block, key_ranges, nearest_keys
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
 from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
 from tests.support.tiles import hostile, plain
@@ -204,7 +204,7 @@ class Scene:
         for b, i in np.ndindex(*self.positions.shape):
             if 0 <= (p := self.positions[b, i]) < key.shape[2]:
                 own[b, :, i] = (query[b, :, i] * keys[b, :, p]).sum(axis=-1) * scale
-        norms = [np.sqrt((x * x).sum(axis=-1)) for x in (query, keys)]
+        norms = [np.sqrt((x * x).sum(axis=-1)) for x in (query, key)]
         return {"q_norms": norms[0] * abs(scale), "own_scores": own, "key_norms": norms[1]}
 
     def plan(
@@ -225,19 +225,21 @@ class Scene:
         def fields(query: Any, key: Any, *arrays: Any) -> tuple[Any, ...]:
             named = dict(zip([*measured, *arguments], arrays, strict=True))
             norms = [named.pop(name) for name in measured]
-            call = AttentionCall.check(query, key, key, **named, **constants)
-            return fields_of(call, norms, q_block, kv_block, tolerance)
+            call = AttentionCall.check(query, key, key, tolerance=tolerance, **named, **constants)
+            return fields_of(call, norms, q_block, kv_block)
 
         arrays = (self.case.arrays["query"], self.case.arrays["key"], *measured.values(), *arguments.values())
         function = framework.compiled(fields) if compiled else fields
         return values(function(*framework.placed(arrays)), framework)
 
 
-def fields_of(call: AttentionCall, measured: Any, q_block: int, kv_block: int, tolerance: float) -> tuple[Any, ...]:
-    bounds = ScoreBounds.of_tokens(call, *measured, nearest_keys(call), q_block=q_block, kv_block=kv_block)
-    ranges = key_ranges(call, bounds, tolerance)
+def fields_of(call: AttentionCall, measured: Any, q_block: int, kv_block: int) -> tuple[Any, ...]:
+    q_norms, own_scores, key_norms = measured
+    key_norms = call.xp.max(by_block(call.xp, key_norms, kv_block), axis=-1)
+    tokens = Measured(q_block, kv_block, q_norms, own_scores, key_norms, centre=None, lower=None)
+    ranges = key_ranges(call, tokens.bounds(call, nearest_keys(call)))
     assert ranges.q_block == q_block
-    return tuple(getattr(ranges, name) for name in FIELDS)
+    return ranges[1:]
 
 
 def values(fields: tuple[Any, ...], framework: Framework = NUMPY) -> dict[str, np.ndarray]:
@@ -355,9 +357,9 @@ def test_no_token_can_be_spared_in_the_worst_case(tolerance: float, slope: float
     query, slopes = np.ones((1, 1, 1, 1), np.float32), np.float32([slope])
     sides = 1 if is_causal else 2
     arguments = {"is_causal": is_causal, "q_offset": p, "scale": 1.0}
-    call = AttentionCall.check(query, key, key, slopes, **arguments)
+    call = AttentionCall.check(query, key, key, slopes, tolerance=tolerance, **arguments)
     measured = np.ones((1, 1, 1), np.float32), np.float32([[[-size]]]), np.full((1, 1, kv_len), size, np.float32)
-    plan = {name: int(x[0, 0, 0]) for name, x in values(fields_of(call, measured, 1, kv_len, tolerance)).items()}
+    plan = {name: int(x[0, 0, 0]) for name, x in values(fields_of(call, measured, 1, kv_len)).items()}
 
     def mass(distance: int) -> float:
         """The weight of all keys from a distance on, as a multiple of the own key's."""
@@ -456,8 +458,8 @@ def test_plan_reads_no_value() -> None:
 
         arrays = {name: empty(x) if isinstance(x, np.ndarray | tuple) else x for name, x in scene.arguments.items()}
         query, key = (empty(scene.case.arrays[name].astype(np.float32)) for name in ("query", "key"))
-        call = AttentionCall.check(query, key, key, **arrays)
-        for field in fields_of(call, [empty(x) for x in scene.measured.values()], 16, 16, 0.01):
+        call = AttentionCall.check(query, key, key, tolerance=0.01, **arrays)
+        for field in fields_of(call, [empty(x) for x in scene.measured.values()], 16, 16):
             assert field.shape == (*query.shape[:2], -(-query.shape[2] // 16))
             assert field.dtype == torch.int32
             assert field.device.type == "meta"

@@ -22,7 +22,7 @@ def attention(query: Any, key: Any, value: Any, slopes: Any = None, **arguments:
     call = call.with_one_batch_axis()
     q, k, v = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
     result = np.zeros_like(q)
-    for job in _jobs(call, q, k):
+    for job in horizon.needed_jobs(call, q, k, TILING):
         for shift in range(0, job.tiles * job.rows, job.rows):
             queries, keys = (slice(x.start + shift, x.stop + shift) for x in (job.queries, job.keys))
             tile = call.tile(batch=job.batch, heads=job.heads, queries=queries, keys=keys)
@@ -31,16 +31,6 @@ def attention(query: Any, key: Any, value: Any, slopes: Any = None, **arguments:
             tensors = q[job.batch, job.heads, queries], *(x[job.batch, kv_heads, keys] for x in (k, v))
             result[job.batch, job.heads, queries] = dense_attention(tile, *tensors)
     return result.reshape(query.shape)
-
-
-def _jobs(call: AttentionCall, query: Any, key: Any) -> list[horizon.Job]:
-    """Return the rectangles of scores that matter, planned for each batch entry."""
-    found = []
-    for index in range(call.batch[0]):
-        entry, one = horizon.entry_of(call, index), slice(index, index + 1)
-        ranges = horizon.host_ranges(entry, query[one], key[one], horizon.tolerance_of(call), TILING)
-        found += horizon.jobs_of_entry(entry, ranges, index, TILING)
-    return found
 
 
 def explain(query: Any, key: Any, value: Any, slopes: Any = None, **arguments: Any) -> Explanation:

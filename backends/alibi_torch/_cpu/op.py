@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core.backend import ARRAY_AXES, AttentionCall
-from alibi_core.backend.horizon import Job, KeyNorms, tolerance_of
+from alibi_core.backend.horizon import Job, KeyNorms
 from alibi_torch._cpu import kernel, step
 from alibi_torch._cpu.bias import DistanceRow
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
@@ -69,7 +69,7 @@ class Packed(NamedTuple):
         arrays = dict.fromkeys(ARRAY_AXES) | call.arrays
         arrays["key_norms"], block = (None, 0) if norms is None else (norms.values, norms.block)
         numbers = block, 0 if call.has_offset_array else call.q_offset, call.is_causal, call.window_size, call.scale
-        return cls(*arrays.values(), *numbers, tolerance_of(call), call.shares_ids)
+        return cls(*arrays.values(), *numbers, call.tolerance, call.shares_ids)
 
     def unpacked(self, query: Tensor, key: Tensor) -> tuple[AttentionCall, KeyNorms | None]:
         """Return the call and its key norms (or None); sizes and dtypes come from the tensors."""

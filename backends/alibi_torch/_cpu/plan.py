@@ -21,18 +21,15 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import (
     ENDLESS,
-    LARGEST_TOLERANCE,
     Job,
     KeyNorms,
     Tiling,
     current_tiling,
     entry_of,
-    host_ranges,
-    jobs_of_entry,
+    needed_jobs,
     plain_jobs,
     reach,
     score_rounding,
-    tolerance_of,
 )
 
 SHORT = 2048  # Up to this many keys, only the largest norm of each head is measured; beyond, the norms of each block.
@@ -115,8 +112,8 @@ def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
         spans = _packed_spans(call) if call.mask is None else _padded_spans(call)
     if spans is None:
         return [Part(call, norms, batch, queries, keys, is_cut=False)]
-    plain, heads = replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None), slice(0, call.num_heads)
-    return [Part(plain.tile(batch=b, heads=heads, queries=q, keys=k), None, b, q, k) for b, q, k in spans]
+    plain = replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None)
+    return [Part(plain.tile(batch=b, queries=q, keys=k), None, b, q, k) for b, q, k in spans]
 
 
 def _packed_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | None:
@@ -173,7 +170,7 @@ def _padded_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | Non
 
 def is_short(call: AttentionCall) -> bool:
     """Whether blocks of queries are planned from shapes and the largest norm of each head, not from norms by block."""
-    return call.kv_len <= tiling().short or tolerance_of(call) == 0
+    return call.kv_len <= tiling().short or call.tolerance == 0
 
 
 def uses_norms(call: AttentionCall) -> bool:
@@ -192,14 +189,7 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None
     sizes = tiling()
     if is_short(call):
         return list(_blocks(call, sizes, limits))
-    found: list[Job] = []
-    for index in range(call.batch[0]):
-        entry, one = entry_of(call, index), slice(index, index + 1)
-        known = None if norms is None else norms.of_entries(one)
-        found += jobs_of_entry(
-            entry, host_ranges(entry, query[one], key[one], tolerance_of(call), sizes, known), index, sizes
-        )
-    return found
+    return list(needed_jobs(call, query, key, sizes, norms))
 
 
 class Limits(NamedTuple):
@@ -217,7 +207,7 @@ def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, 
     of its row's log-sum-exp.
     """
     # Each side of the query gets an equal share of the tolerance.
-    share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
+    share = call.tolerance / (1 if call.is_causal else 2)
     excess, found = np.where(excess < math.inf, excess, math.inf), []  # NaN becomes inf, too
     for rates in (call.slopes, None if call.is_causal else call.future_slopes):
         if rates is not None:
@@ -228,7 +218,7 @@ def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, 
 
 def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
     """Return the horizons of a short part of a call; None where measuring saves nothing."""
-    if not is_short(call) or tolerance_of(call) == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
+    if not is_short(call) or call.tolerance == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
         return None
     if call.q_len <= tiling().few or call.added_key_bias is not None:
         return None

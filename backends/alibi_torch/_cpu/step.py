@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from alibi_core.backend import AttentionCall
-from alibi_core.backend.horizon import Job, KeyNorms, score_rounding, tolerance_of, visible_keys
+from alibi_core.backend.horizon import Job, KeyNorms, score_rounding, visible_keys
 from alibi_torch._cpu.bias import Bias, DistanceRow, distance_row
 from alibi_torch._cpu.plan import alike, horizons, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward
@@ -86,7 +86,7 @@ def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
     if norms is None and call.dtype != call.working_dtype and numbers >= LONG_UNMEASURED:
         norms = KeyNorms(norm_bounds(key, key.dtype).amax(dim=-1, keepdim=True), call.kv_len)
     # Without norms nothing can be proved: read all keys.
-    if norms is None or not uses_norms(call) or tolerance_of(call) == 0:
+    if norms is None or not uses_norms(call) or call.tolerance == 0:
         return [most] * call.num_kv_heads
     # [batch, num_kv_heads, heads of a group or 1, head_dim]
     tensors = query.reshape(*key.shape[:2], -1, call.head_dim), key[:, :, -1:], norms.values

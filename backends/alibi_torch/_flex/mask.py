@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from alibi_core.backend import AttentionCall
-from alibi_core.backend.horizon import KeyNorms, ScoreBounds, Tiling, key_ranges, measure, nearest_keys, tolerance_of
+from alibi_core.backend.horizon import KeyNorms, ScoreBounds, Tiling, key_ranges, measure, nearest_keys
 from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # Queries, and keys, per block: a multiple of the tile sizes of all FlexAttention kernels.
@@ -65,12 +65,11 @@ def needed_blocks(
 
     Both are int32, ``[batch or 1, num_heads or 1, q_blocks]``.
     """
-    tolerance = tolerance_of(call)
-    if tolerance == 0:  # nothing to measure
+    if call.tolerance == 0:  # nothing to measure
         bounds = ScoreBounds.unmeasured(call, q_block=BLOCK, kv_block=BLOCK)
     else:
         bounds = measure(call, query.detach(), key.detach(), MEASURING, norms).bounds(call, nearest_keys(call))
-    ranges = key_ranges(call, bounds, tolerance)
+    ranges = key_ranges(call, bounds)
     # From keys to blocks: round the start down and the end up.
     first = torch.div(ranges.first, BLOCK, rounding_mode="floor")
     stop = torch.div(ranges.stop + (BLOCK - 1), BLOCK, rounding_mode="floor")

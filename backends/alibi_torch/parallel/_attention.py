@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core import slopes as canonical_slopes
 from alibi_core.backend import AttentionCall, checks
-from alibi_core.backend.horizon import LARGEST_TOLERANCE, tolerance_of
 from alibi_core.backend.sharding import HALO_SHARE, Shards, check_shard_slopes
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
@@ -133,13 +132,12 @@ def attention(
         raise ValueError(f"key must have the shard_len of query, {call.q_len}, got {call.kv_len}")
     check_device(place, query)
     shards = Shards(place.size, query.shape[2], length)
-    share = min(tolerance_of(call), LARGEST_TOLERANCE)
     place = agree(place, query.device, _facts_of(call, shards, key, value, implementation))
     if call.is_empty:
         return query + key.sum() + value.sum()  # no elements, but connected to the autograd graph
     nothing = (0,) * call.num_kv_heads
-    needed = (nothing, nothing) if place.size == 1 else needed_tokens(place, call, shards, query, key, share)
-    call = replace(call, tolerance=(1 - HALO_SHARE) * share)
+    needed = (nothing, nothing) if place.size == 1 else needed_tokens(place, call, shards, query, key)
+    call = replace(call, tolerance=(1 - HALO_SHARE) * call.tolerance)
     return _attend(call, Halo(place, shards, *needed), query, key, value, implementation)
 
 
@@ -160,7 +158,7 @@ def _attend(
         heads = slice(stretch.heads.start * group, stretch.heads.stop * group)
         keys, values = seen[index], seen[count + index]
         part = replace(
-            call.tile(batch=slice(0, call.batch[0]), heads=heads, queries=rows, keys=rows),
+            call.tile(heads=heads, queries=rows, keys=rows),
             kv_len=keys.shape[2],
             num_kv_heads=keys.shape[1],
             q_offset=first - stretch.first,

@@ -17,12 +17,11 @@ from alibi_torch.parallel._group import Place
 
 @torch.no_grad()
 def needed_tokens(
-    place: Place, call: AttentionCall, shards: Shards, query: Tensor, key: Tensor, tolerance: float
+    place: Place, call: AttentionCall, shards: Shards, query: Tensor, key: Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return, for each key/value head, how many tokens before and after its shard a process needs at most.
 
     All processes of the group must call it; all get the same result, the maximum over processes. Padding is ignored.
-    ``tolerance`` is the share of softmax weight that may be skipped in total.
     """
     group, dtype = call.num_heads // call.num_kv_heads, call.working_dtype
     rank, size = place.rank, shards.shard_len
@@ -46,7 +45,7 @@ def needed_tokens(
         future_slopes = call.slopes if call.future_slopes is None else call.future_slopes
         before, after = rank * size, max(shards.length - (rank + 1) * size, 0)  # tokens that exist
         sides = [(call.slopes, inside, before), (future_slopes, size - 1 - inside, after)]
-        side_tolerance = HALO_SHARE * tolerance * (1.0 if call.is_causal else 0.5)
+        side_tolerance = HALO_SHARE * call.tolerance * (1.0 if call.is_causal else 0.5)
         for side, (slopes, within, exist) in enumerate(sides[: 1 if call.is_causal else 2]):
             # No more than the tokens that exist on this side, or that the window shows.
             limit = exist if call.window_size is None else min(exist, call.window_size)
@@ -69,7 +68,7 @@ def _lower_bounds(
     lower = (queries.unflatten(1, (-1, group)) * keys[:, :, None]).sum(dim=-1).flatten(1, 2) * call.scale
     for index in range(call.batch[0]):
         one = slice(index, index + 1)
-        part = call.tile(batch=one, heads=slice(0, call.num_heads), queries=tokens, keys=tokens)
+        part = call.tile(batch=one, queries=tokens, keys=tokens)
         means = lower_bounds(part, query[one, :, tokens], key[one, :, tokens], centre[one], tiling())
         if means is not None:
             lower[one] = torch.maximum(lower[one], means)
