@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import operator
 import pickle
@@ -22,31 +21,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    BloomForSequenceClassification,
-    BloomModel,
-    BloomPreTrainedModel,
-    DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
-    GPT2Config,
-    GPT2Model,
-    MptConfig,
-    MptForCausalLM,
-    StaticCache,
-)
+from transformers import BloomConfig, BloomForCausalLM, BloomModel, DynamicCache, StaticCache
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from alibi_torch.transformers import AlibiCache, accelerate, paths, restore
+from tests.support.dense_alibi import CACHE
 from tests.support.memory import largest_allocation
 
 transformers.logging.set_verbosity_error()
 
 VOCABULARY = 97
-# 5.24 renamed the argument.
-CACHE = "cache" if "cache" in inspect.signature(BloomModel.forward).parameters else "past_key_values"
 
 
 def bloom(**options: Any) -> Any:
@@ -56,14 +40,14 @@ def bloom(**options: Any) -> Any:
 
 def mpt(**options: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "d_model": 60, "n_heads": 6, "n_layers": 2, "max_seq_len": 2048}
-    return MptForCausalLM(MptConfig(**sizes | options))
+    return transformers.MptForCausalLM(transformers.MptConfig(**sizes | options))
 
 
 def falcon(implementation: str = "sdpa", **options: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = FalconConfig(**{"alibi": True} | sizes | options)
+    config = transformers.FalconConfig(**{"alibi": True} | sizes | options)
     config._attn_implementation = implementation
-    return FalconForCausalLM(config)
+    return transformers.FalconForCausalLM(config)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -719,7 +703,7 @@ def test_copies_are_accelerated_and_apart(name: str) -> None:
         assert torch.equal(logits_of(model, tokens), expected)
 
 
-class Pooled(BloomPreTrainedModel):
+class Pooled(transformers.BloomPreTrainedModel):
     """A head that uses the mask itself, around a base under a name of its own."""
 
     def __init__(self, config: BloomConfig) -> None:
@@ -732,7 +716,7 @@ class Pooled(BloomPreTrainedModel):
         return [(hidden * attention_mask[..., None]).sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)]
 
 
-@pytest.mark.parametrize("kind", [BloomModel, BloomForSequenceClassification, Pooled])
+@pytest.mark.parametrize("kind", [BloomModel, transformers.BloomForSequenceClassification, Pooled])
 def test_models_without_a_head_and_with_another(kind: Any) -> None:
     config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4, pad_token_id=0, num_labels=3)
     model, tokens = kind(config).eval(), tokens_of(2, 20)
@@ -803,7 +787,10 @@ LAST = "transformer.h.1.self_attention"
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GPT2Model(GPT2Config(n_layer=1, n_head=2, n_embd=8)), "model must contain a BLOOM, MPT or Falcon"),
+        (
+            lambda: transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8)),
+            "model must contain a BLOOM, MPT or Falcon",
+        ),
         (lambda: torch.nn.Linear(2, 2), "model must contain a BLOOM, MPT or Falcon"),
         (lambda: falcon(alibi=False), "alibi=False"),
         (lambda: mpt(attn_config={"alibi": False}), "attn_config.alibi must be True"),
