@@ -162,7 +162,7 @@ def test_layer_takes_numpy_slopes_of_any_strides_and_rights_and_other_dtypes() -
     assert layer(torch.randn(2, 5, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_what_is_no_cache_or_no_tensor_is_refused() -> None:
+def test_a_layer_refuses_other_kinds_of_cache_and_input() -> None:
     with pytest.raises(TypeError, match="cache must be an alibi_torch.KVCache, got tuple"):
         AlibiAttention(24, 6)(torch.randn(2, 3, 24), cache=(1, 2))
     with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):

@@ -125,7 +125,7 @@ def test_appends_happen_in_place_and_touch_nothing_else() -> None:
     assert [keys.data_ptr(), values.data_ptr()] == pointers[:2]
 
 
-def test_what_is_of_another_device_or_dtype_is_refused() -> None:
+def test_tensors_of_another_device_or_dtype_are_refused() -> None:
     with pytest.raises(TypeError, match="^dtype must be a real floating dtype"):
         KVCache(1, 1, 50, HEAD_DIM, dtype=torch.int32)
     cache, far = KVCache(1, 1, 50, HEAD_DIM), torch.zeros(1, 1, 2, HEAD_DIM, device="meta")
@@ -172,10 +172,7 @@ def test_a_backward_pass_through_a_cache_says_when_it_comes_too_late() -> None:
     outputs = [layer(part, cache=cache) for part in x.split(3, dim=1)]
     with pytest.raises(RuntimeError, match=r"must come before further tokens are appended .* under torch.no_grad\(\)"):
         sum(output.sum() for output in outputs).backward()
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ValueError, match="made under the autocast .*, got"),
-    ):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="made under the autocast .*, got"):
         layer(x[:, :1], cache=cache)
 
 

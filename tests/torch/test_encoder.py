@@ -250,7 +250,7 @@ def test_nothing_of_length_times_length_is_formed() -> None:
 
 
 @pytest.mark.parametrize("which", WHICH)
-def test_what_was_saved_is_loaded_by_the_same_line(family: str, which: str, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_by_the_same_line(family: str, which: str, tmp_path: Path) -> None:
     given, tokens = {name: SLOPES[name] for name in WHICH[which]}, tokens_of(2, 44)
     model = with_alibi(model_of(family, AutoModelForMaskedLM), **given)
     wanted = model(tokens).logits

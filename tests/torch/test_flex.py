@@ -39,7 +39,6 @@ AHEAD = torch.arange(300) - torch.arange(300)[:, None]  # how far a key is ahead
 # Names, lengths (queries, keys) and arguments; tensors are made where they are used.
 CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "one token": ((1, 1), {}),
-    "127": ((127, 127), {}),
     "128": ((128, 128), {}),
     "129": ((129, 129), {}),
     "symmetric": ((300, 300), {"is_causal": False}),
@@ -98,7 +97,6 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
         },
     ),
     "1000": ((1000, 1000), {}),
-    "symmetric 1000": ((1000, 1000), {"is_causal": False}),
 }
 TABLE = [pytest.param(*case, id=name) for name, case in CASES.items()]
 
@@ -341,7 +339,7 @@ def test_planning_reads_nothing_from_the_device(
         *("law far away", "points beside all keys", "points by batch"),
     ],
 )
-def test_flex_attention_itself_takes_what_it_is_given(name: str) -> None:
+def test_flex_attention_itself_takes_the_mask_and_the_functions(name: str) -> None:
     lengths, arguments = CASES[name]
     assert_result(tensors(lengths), arguments, roundoff=4e-6)
 
@@ -466,7 +464,7 @@ def test_a_call_is_compiled_once_for_all_lengths(compiled_here: CompileCounterWi
 
 
 @pytest.mark.slow
-def test_numbers_of_a_call_are_not_those_of_the_call_before(compiled_here: CompileCounterWithBackend) -> None:
+def test_a_compiled_call_keeps_no_number_of_an_earlier_one(compiled_here: CompileCounterWithBackend) -> None:
     for numbers in ({"scale": 0.5}, {"scale": 0.25}, {"q_offset": 3}, {"q_offset": 40}, {"window_size": 90}):
         for batch in (2, 3):
             assert_result(tensors((200, 300), batch=(batch,)), numbers)
@@ -476,7 +474,7 @@ def test_numbers_of_a_call_are_not_those_of_the_call_before(compiled_here: Compi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "arguments"), TABLE)
-def test_what_is_compiled_gives_the_result(
+def test_compiled_calls_give_the_result(
     compiled_here: CompileCounterWithBackend, lengths: tuple[int, int], arguments: dict[str, Any]
 ) -> None:
     assert_result(tensors(lengths), arguments)
@@ -485,7 +483,7 @@ def test_what_is_compiled_gives_the_result(
 # --- What it refuses -----------------------------------------------------------------------------------------------
 
 
-def test_what_the_kernels_cannot_do_is_refused() -> None:
+def test_calls_that_the_kernels_cannot_compute_are_refused() -> None:
     inputs = tensors((5, 5))
     for changed in (0, 3):
         arguments = [*inputs, SLOPES]

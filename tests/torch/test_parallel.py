@@ -492,7 +492,7 @@ def test_wrong_arguments_are_refused_by_name(changes: dict[str, Any], error: typ
         ({"head_axis": "tokens"}, ValueError, "axis_name must name a dimension of a mesh that has several"),
     ],
 )
-def test_dimensions_that_a_mesh_has_not_are_refused(
+def test_mesh_dimensions_that_do_not_exist_are_refused(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -513,14 +513,14 @@ def test_a_device_that_the_group_has_no_backend_for_is_refused(is_mesh: bool) ->
         parallel.attention(*(x.to("meta") for x in _tensors()), **options)
 
 
-def test_without_processes_there_is_nothing_to_divide_among() -> None:
+def test_a_process_group_is_required() -> None:
     with pytest.raises(RuntimeError, match="torch.distributed must be initialized"):
         _attend()
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("batch", [0, 1])
-def test_one_process_alone_and_nothing_at_all(batch: int) -> None:
+def test_one_process_computes_plain_attention_of_any_batch(batch: int) -> None:
     tensors = [x[:batch] for x in _tensors()]
     torch.testing.assert_close(
         parallel.attention(*tensors), attention(*tensors, implementation="dense"), rtol=0, atol=2.0**-20

@@ -100,7 +100,7 @@ def test_gradients_where_scores_are_large(rules: dict[str, Any], lengths: tuple[
         assert ((actual - right).abs() <= budget).all()
 
 
-def test_gradients_of_who_cannot_see_a_large_key_keep_their_digits() -> None:
+def test_gradients_of_queries_that_cannot_see_a_large_key_keep_their_digits() -> None:
     # The mean of all keys is that of the last one. Without it, scores of the others would be hundreds, and lose digits.
     query, key, value, weight = torch.randn(4, 1, 2, 7, 32, generator=torch.Generator().manual_seed(0)).unbind()
     key[:, :, -1] *= 100
@@ -138,7 +138,7 @@ def test_each_batch_entry_has_its_own_norms(by_mapping: bool) -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 1e30])
-def test_any_norm_that_is_no_less_will_do(number: float) -> None:
+def test_a_key_norm_may_be_any_upper_bound(number: float) -> None:
     query, key, value = tensors((64, 64))
     key = key * 0 if number == 0 else key
     expected = alibi_torch.attention(query, key, value, implementation="dense")
@@ -453,7 +453,7 @@ def test_a_default_device_or_dtype_changes_nothing() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_all_that_horizons_cannot_leave_out_costs_little_more_than_a_dense_bias() -> None:
+def test_scores_without_a_horizon_cost_little_more_than_a_dense_bias() -> None:
     """The worst case: scores so large that no key may be left out, so that measuring and planning save nothing."""
     query, key, value = tensors((2048, 2048), batch=1, heads=(4, 4), head_dim=64)
     query, slopes = query * 100, torch.full((4,), 2.0**-9)
