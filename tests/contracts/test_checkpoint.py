@@ -47,9 +47,9 @@ FAMILIES = ["bloom", "mpt", "falcon, sequential"]
 def make(family: str, options: dict[str, Any]) -> Any:
     """Return a model all of whose parameters are random, norms and biases too."""
     name = family.capitalize()
-    ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = getattr(transformers, f"{name}Config")(**ids, **options)
-    config._attn_implementation = "sdpa" if family == "falcon" else "eager"
+    entries = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    entries["attn_implementation"] = "sdpa" if family == "falcon" else "eager"
+    config = getattr(transformers, f"{name}Config")(**entries, **options)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         parameter.data = torch.from_numpy(drawn(name, tuple(parameter.shape)))
@@ -100,12 +100,12 @@ def exact_falcon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "build_alibi_tensor", exact_bias)
 
 
-def expected(model: Any, ids: np.ndarray, **options: Any) -> tuple[np.ndarray, float]:
+def expected(model: Any, ids: np.ndarray) -> tuple[np.ndarray, float]:
     """Return the model's logits in float64, and four times the error of its logits in float32."""
     given, logits = torch.from_numpy(ids).long(), {}
     with torch.no_grad():
         for dtype in (torch.float64, torch.float32):
-            logits[dtype] = model.to(dtype)(given, **options).logits.double().numpy()
+            logits[dtype] = model.to(dtype)(given).logits.double().numpy()
     exact, rounded = logits.values()
     assert np.ptp(exact, axis=-1).min() > 1
     return exact, 4 * np.abs(exact - rounded).max()

@@ -221,10 +221,10 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
 
 
 def test_jax_names_weights_that_do_not_fit(tmp_path: Path) -> None:
-    alibi_jax, path = pytest.importorskip("alibi_jax"), tmp_path / "model.safetensors"
-    save("jax", make_module("jax", "AlibiLanguageModel", AlibiConfig(**CONFIG), 11), path)
-    with pytest.raises(ValueError, match=r"embedding.weight in .* must have shape \(12, 16\), got \(11, 16\)"):
-        alibi_jax.load_weights(make_module("jax", "AlibiLanguageModel", AlibiConfig(**CONFIG), 12), path)
+    alibi_jax, path = pytest.importorskip("alibi_jax"), tmp_path / "layer.safetensors"
+    save("jax", make_layer("jax", embed_dim=16, num_heads=4), path)
+    with pytest.raises(ValueError, match=r"_proj.weight in .* must have shape \(24, 24\), got \(16, 16\)"):
+        alibi_jax.load_weights(make_layer("jax", embed_dim=24, num_heads=4), path)
     with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):
         alibi_jax.save_weights(3, path)
 
