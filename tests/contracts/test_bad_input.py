@@ -1,4 +1,4 @@
-"""Bad input: every function says what is wrong, and how to mend it, before it computes anything."""
+"""Bad input: every function names the argument and the rule, and the remedy if it is known, before it computes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Bad:
     arguments: dict[str, Any]
     error: type[Exception]
     message: str
-    is_about_values: bool = False  # Dask's are not known before they are computed, so no check can look at them
+    is_about_values: bool = False  # Dask's values are lazy, so no check reads them
 
     def id(self) -> str:
         return "-".join(self.arguments) + "-" + "".join(c for c in self.message[:40] if c.isalnum() or c == " ")
@@ -233,7 +233,13 @@ def test_integers_are_the_mask_of_a_tokenizer(backend: Backend) -> None:
     tensors = {name: rng.standard_normal((5, 6, n, 8)) for name, n in lengths.items()}
     numpy = backend.framework.numpy
     expected = numpy(call_attention(backend, {**tensors, "mask": text[:, None, None, :]}))
-    for dtype in ("int8", "uint8", "uint16", "int32", "uint32"):  # batch equals q_len, which booleans may not
+    for dtype in (
+        "int8",
+        "uint8",
+        "uint16",
+        "int32",
+        "uint32",
+    ):  # batch equals q_len; booleans of this shape are refused
         found = call_attention(backend, {**tensors, "mask": text.astype(dtype)})
         np.testing.assert_array_equal(numpy(found), expected, err_msg=dtype)
 
@@ -246,7 +252,7 @@ def test_attention_refuses_arrays_of_another_library(backend: Backend) -> None:
     arguments |= {"slopes": floats(3), "mask": bools(3, 3)}
     for name, values in arguments.items():
         mixed = {other: array(x) for other, x in arguments.items()} | {name: stranger.array(values)}
-        if name == "slopes" and stranger is NUMPY:  # which any library's call takes
+        if name == "slopes" and stranger is NUMPY:  # calls of every library take it
             one, other = (function(**mixed | {name: x}) for x in (values.astype(np.float64), array(values)))
             np.testing.assert_array_equal(*map(backend.framework.numpy, (one, other)))
             continue

@@ -1,4 +1,4 @@
-"""The caches of all backends: what they answer equals attention over every key."""
+"""The caches of all backends: their results equal attention over every key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Cache:
         return self.framework.name == "jax"
 
     def tensor(self, values: Any) -> Any:
-        """Return float64 values, heads first, as the backend takes them; other values unchanged."""
+        """Return heads-first float64 values as an array of the backend's layout; other values unchanged."""
         if not isinstance(values, np.ndarray) or values.dtype != np.float64:
             return values
         swapped = np.swapaxes(values, 1, 2) if self.is_functional and values.ndim == 4 else values
@@ -102,7 +102,7 @@ def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32")
 
 @pytest.fixture(autouse=True)
 def _float64(request: pytest.FixtureRequest) -> Any:
-    """MLX's device that has float64, and float64 in JAX where a test asks for it."""
+    """Use MLX's device with float64, and enable float64 in JAX for tests of it."""
     given, context = request.node.callspec.params, contextlib.nullcontext()
     if given.get("name") == "mlx":
         context = (xp := FRAMEWORK["mlx"].xp).stream(xp.cpu)
@@ -141,7 +141,7 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, dtype: str, slopes: tuple[float, ...] | None, is_planned: bool, seed: int) -> None:
         self.dtype, self.slopes, self.random = dtype, slopes, np.random.default_rng(seed)
-        self.short = 50 if is_planned else 1024  # from so many keys on, norms decide which of them matter
+        self.short = 50 if is_planned else 1024  # from this many keys on, norms decide which keys matter
         self.cache = keeping(self.name, (BATCH, KV_HEADS, 400, HEAD_DIM), dtype)
         self.rows = [np.zeros((2, KV_HEADS, 0, HEAD_DIM))] * BATCH  # keys and values
 
@@ -282,7 +282,7 @@ def test_key_norms_bound_keys_of_any_size(name: str, drawn: tuple[str, str]) -> 
         keys[:] = 0.999 * UNIT_ROUNDOFF[dtype] ** 0.5
         keys[..., 7] = 1
     keys = framework.numpy(framework.array(keys, dtype))
-    for part in np.split(keys, 3, axis=2):  # which end within blocks of 128
+    for part in np.split(keys, 3, axis=2):  # parts end within blocks of 128
         cache.append(part, part)
     norms = np.sqrt(np.square(keys.astype(np.longdouble)).sum(axis=-1))
     largest = np.stack([x.max(axis=-1) for x in np.split(norms, [128, 256], axis=-1)], axis=-1)

@@ -29,7 +29,7 @@ MPT = {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}
 FALCON = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "alibi": True}
 GROUPED = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
 
-# Each option that changes what is computed, at least once.
+# Each option that changes the result, at least once.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", BLOOM),
     "bloom, residual after norm": ("bloom", BLOOM | {"apply_residual_connection_post_layernorm": True}),

@@ -1,4 +1,4 @@
-"""Decoders that bring their own code: the logits that it computed of small models, in every framework.
+"""Decoders with code of their own: its logits of small models, in every framework.
 
 ``decoders.json`` holds, for each model, which code ran, its config, the names and shapes of its tensors, the float64
 logits of some tokens, and the error of that code's float32 logits. Weights are drawn from a seed and their names.
@@ -127,7 +127,6 @@ ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
         ("jais", {"alibi_scaling": {"train_seq_len": 64}}, "^train_seq_len in alibi_scaling in .* must be null"),
         ("jais", {"activation_function": "gelu"}, r"got none missing and \['transformer.h.0.mlp.c_fc2.bias'"),
         ("mpt, groups and gates", {"ffn_config": {"ffn_type": "mb_moe"}}, "^ffn_type in ffn_config in .* 'mptglu'"),
-        ("mpt, groups and gates", {"norm_eps": None}, "^norm_type in .* must be a layer norm where norm_eps"),
         ("mpt, groups and gates", {"attention_bias": True}, "^attention_bias in .* must be False with no_bias True"),
         ("mpt, groups and gates", {"head_dim": 16}, "^head_dim in .* must be null, got 16"),
         ("mpt, groups and gates", {"attn_config": {"attn_temperature_tuning": {"attn_scale": 1}}}, "^attn_scale in .*"),

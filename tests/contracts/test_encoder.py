@@ -37,7 +37,7 @@ def texts(record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def save(variant: str, directory: Path, *, prefix: str = "", shards: int = 1, **tensors: Any) -> Path:
-    """Write a variant's checkpoint as ``save_pretrained`` does, with other tensors in place of some, or without."""
+    """Write a variant's checkpoint as ``save_pretrained`` does, with other tensors; None removes one."""
     record = RECORDS[variant]
     held = {name: drawn(name, tuple(shape)) for name, shape in record["shapes"].items()} | tensors
     held = {f"{prefix}{name}": tensor for name, tensor in held.items() if tensor is not None}
@@ -134,7 +134,7 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)
-    for number in (-1, 10**6):  # for which JAX would give NaN, and MLX would read other memory
+    for number in (-1, 10**6):  # JAX would return NaN, and MLX would read other memory
         other = np.where(np.arange(70) == 1, number, tokens).astype(np.int32)
         for options in ({}, {"lengths": [2, 3, 4]}, {"mask": np.arange(210).reshape(3, 70) % 7 > 0}):
             with pytest.raises(ValueError, match=f"^tokens must be from 0 to 30, for .* embeddings, got {number}$"):
@@ -145,7 +145,7 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
         encode(backend, model, tokens[0])
     with pytest.raises(TypeError, match=r"^tokens must be an array, got \[\[1, 2\]\]"):
         model.encode([[1, 2]])
-    if backend.framework.name != "jax":  # which takes NumPy's arrays
+    if backend.framework.name != "jax":  # JAX takes NumPy's arrays
         with pytest.raises(TypeError, match="got .*numpy.*; make these arrays of .*: token_types"):
             model.encode(backend.framework.array(tokens, "int32"), token_types=np.ones_like(tokens))
     plain = make_module(backend.framework.name, "AlibiEncoder", AlibiConfig(num_layers=1, is_causal=False), 31)
@@ -171,7 +171,7 @@ def test_shards_of_a_model_with_heads_are_read(backend: Backend, tmp_path: Path)
     low = load(backend.framework.name, tmp_path, dtype=backend.framework.xp.bfloat16)
     embeddings = low.encode(backend.framework.array(texts(record)[0]), lengths=record["lengths"])
     assert "float32" in str(embeddings.dtype)
-    # Each of the block's dozen roundings is by 2**-9 at most, of numbers of unit variance.
+    # A block rounds a dozen times, by at most 2**-9 each, numbers of unit variance.
     assert np.abs(backend.framework.numpy(embeddings) - record["types zeros"]["mean"]).max() <= 24 * 2**-9 * 3
 
 

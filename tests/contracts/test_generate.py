@@ -1,4 +1,4 @@
-"""How language models go on with a text: the same tokens in three frameworks, from one rule."""
+"""Language models continue a text: the same tokens in three frameworks, by one rule."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_likeliest_tokens_follow(name: str) -> None:
     # Later tokens do not change the logits of a prefix, so one pass over the text checks every choice.
     text = np.concatenate([prompt, found], axis=1)
     assert np.array_equal(found, model_of(name)(text)[:, 4:-1].argmax(axis=-1))
-    assert len(np.unique(found)) > 3  # it said something
+    assert len(np.unique(found)) > 3
     assert np.array_equal(found, generated("torch", prompt, 9))
     assert np.array_equal(found[:, :1], generated(name, prompt, 1, seed=0, temperature=1e-300))
     assert generated(name, prompt, 0).shape == (3, 0)
@@ -53,7 +53,7 @@ def test_the_likeliest_tokens_follow(name: str) -> None:
 def test_rows_end_and_are_filled(name: str) -> None:
     prompt = prompts(3, 5)
     plain = generated("torch", prompt, 9)
-    ends = [int(plain[0, 2]), int(plain[1, 4]), int(plain[2, 1])]  # of all rows: it stops early
+    ends = [int(plain[0, 2]), int(plain[1, 4]), int(plain[2, 1])]  # each row ends early
     for eos, pad, options in ((ends[0], ends[0], {}), (ends, 7, {"pad_token_id": 7})):
         expected = plain.copy()
         for row in expected:

@@ -1,4 +1,4 @@
-"""Hostile input: whatever is passed for any argument is refused in this library's words, or means what it says."""
+"""Hostile input: any value of any argument is refused in this library's words, or taken for what it is."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def plain(framework: Framework, value: Any) -> Any:
 
 
 def is_ours(name: str, message: str) -> bool:
-    """Whether a message is of the library's form, and says which argument is meant, or which do not go together."""
+    """Whether a message has the library's form, and names the argument, or the arguments that do not fit together."""
     named, rule, _ = message.partition(" must ")
     together = ("arrays", "query, key and value", "num_kv_heads", "num_heads", "head_dim", "key", "value", "kv_len")
     together += ("dtype", "leading axes", "score_range", "kv_positions", "q_segment_ids", "kv_segment_ids")

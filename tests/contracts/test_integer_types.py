@@ -1,4 +1,4 @@
-"""Offsets, segment ids and tokens of every integer type, and offsets beyond what 32 bits can tell."""
+"""Offsets, segment ids and tokens of every integer type, and offsets beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def has(framework: Framework, dtype: str) -> bool:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_offset_of_any_integer_type_is_that_number(backend: Backend) -> None:
-    given = tensors(150, 200)  # so long that kernels shift offsets by more than int8 holds
+    given = tensors(150, 200)  # kernels shift offsets by more than int8 holds
     wanted = backend.attention(*given, SLOPES, dtype="float32", q_offset=np.asarray([100, 50], np.int32))
     for dtype in ("int8", "uint8", "uint16", "uint32", "int64", "uint64"):
         if has(backend.framework, dtype):
@@ -95,7 +95,7 @@ def test_tokens_and_their_types_may_be_of_any_integer_type(name: str) -> None:
 
     expected = results("int32")
     every = ("int8", "uint32", "uint8", "int16", "uint16", "int64", "uint64")
-    for dtype in every[:2] if name == "jax" else every:  # for each of which JAX compiles all anew
+    for dtype in every[:2] if name == "jax" else every:  # JAX compiles every call for each dtype
         if has(framework, dtype):
             for got, wanted in zip(results(dtype), expected, strict=True):
                 np.testing.assert_array_equal(got, wanted, err_msg=dtype)

@@ -167,7 +167,7 @@ def test_padding_is_masked_as_tokenizers_say_it(name: str, x: np.ndarray) -> Non
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     cached = make_layer(name, **SIZES)
     steps = apply(name, cached, x, mask=text[:, None, None, :])
-    first = framework.array(text if name == "jax" else text[:, :9])  # in JAX all slots of the cache
+    first = framework.array(text if name == "jax" else text[:, :9])  # JAX's masks are over all slots of the cache
     output, cache = decode(name, cached, x[:, :9], cached.make_cache(2, 11), [9], mask=first)
     rest, _ = decode(name, cached, x[:, 9:], cache, [2], mask=framework.array(text.astype(np.int32)))
     np.testing.assert_allclose(np.concatenate([output, rest], axis=1), steps, rtol=0, atol=1e-5)
@@ -191,7 +191,7 @@ REFUSED = [
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)
 def test_a_layer_refuses(name: str, given: dict[str, Any], message: str) -> None:
-    """``given`` has shapes of arrays, and the sequences and tokens of a cache."""
+    """``given`` has shapes of arrays, and the batch size and length of a cache."""
     options, array = dict(given), FRAMEWORK[name].array
     x = array(np.ones(options.pop("x", (2, 11, 30))))
     layer = make_layer(name, **SIZES, is_causal=options.pop("is_causal", True))

@@ -1,4 +1,4 @@
-"""Attention under ``vmap``: whatever is mapped, along whatever axis, results and gradients equal those of a loop."""
+"""Attention under ``vmap``: with any arguments mapped along any axes, results and gradients equal those of a loop."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.support.tiles import Tiling
 BACKENDS = [
     param(Backend(f, f"alibi_{f.name}", name), f"{f.name}-{name}", f, *marks)
     for f in (TORCH, MLX)
-    for name, marks in (("tiled", []), ("dense", [pytest.mark.slow]))  # which is made of operations that map
+    for name, marks in (("tiled", []), ("dense", [pytest.mark.slow]))
 ]
 EACH = pytest.mark.parametrize("backend", BACKENDS)
 SDPA = param(Backend(TORCH, "alibi_torch", "sdpa"), "torch-sdpa", TORCH)
@@ -48,7 +49,7 @@ def grad(backend: Backend, function: Any, argnums: list[int]) -> Any:
 def exact(
     arrays: dict[str, np.ndarray], rules: dict[str, Any], cotangent: np.ndarray
 ) -> tuple[Answer, dict[str, Answer]]:
-    """Return attention of NumPy arrays, named as its arguments are, and its gradients, which have their shapes."""
+    """Return attention of NumPy arrays, by argument, and its gradients in the shapes of the arrays."""
     (batch, heads, q_len, _), kv_len = arrays["query"].shape, arrays["key"].shape[2]
     slopes = {name: np.broadcast_to(arrays[name], (batch, heads)) for name in DIFFERENTIABLE[3:] if name in arrays}
     arguments = rules | {name: arrays[name] for name in ("q_offset", "mask") if name in arrays}
@@ -162,8 +163,8 @@ BOTH_WAYS, WINDOW = {"is_causal": False}, {"is_causal": False, "window_size": 6}
 @example(Mapping(shapes_of(5, 7, mask=(7,)), {"mask": 1}), WHOLE, {"query", "value"})
 @example(Mapping(shapes_of(5, 7, q_offset=(), mask=(1, 1, 5, 7)), {"q_offset": 0}), WHOLE, {"value"})
 @example(Mapping(shapes_of(5, 7, q_segment_ids=(5,), kv_segment_ids=(1, 7)), {"kv_segment_ids": 2}), WHOLE, {"key"})
-def test_whatever_is_mapped_it_equals_a_loop(
-    backend: Backend, mapping: Mapping, tiling: Tiling, wanted: set[str]
+def test_mapped_arguments_give_the_results_of_a_loop(
+    backend: Backend, mapping: Mapping, tiling: Tiling, wanted: Collection[str]
 ) -> None:
     array, numpy = backend.framework.array, backend.framework.numpy
     names = [name for name in mapping.shapes if name != "max_key_norm" or backend.framework is TORCH]
@@ -198,7 +199,7 @@ def test_whatever_is_mapped_it_equals_a_loop(
             assert_within(numpy(gradient), answer)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of what maps over its kernel twice
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch warns of nested maps over its kernel
 @pytest.mark.parametrize("backend", [*BACKENDS, SDPA])
 def test_mapping_may_be_nested(backend: Backend) -> None:
     array, rng = backend.framework.array, np.random.default_rng(0)

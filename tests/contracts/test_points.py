@@ -33,7 +33,7 @@ from tests.support.tiles import TILINGS, Tiling, assert_exact
 
 
 def between_points(case: Case, dims: int, kind: str, distance: str, law: str) -> Case:
-    """Return the case with positions of the caller's own; NaN is that of a token without a place."""
+    """Return the case with positions of the caller's own; NaN marks a token without a place."""
     rng, places = np.random.default_rng(case.seed), []
     for length in case.sizes.lengths:
         shape = (case.sizes.batch, length) if dims == 1 else (case.sizes.batch, length, dims)
@@ -87,7 +87,7 @@ def test_blocks_of_queries_and_heads_fit_together(backend: Backend, is_masked: b
     hides = {"packing": "pair", "masking": "by head"} if is_masked else {}
     case = Case(Sizes(2, 2, 2, (601, 601), 5), "symmetric", slopes_per_batch=True, **hides)
     case = between_points(case, 2, "without a place", "euclidean", "linear")
-    # Gradients of slopes may go another way.
+    # PyTorch computes gradients of slopes on another path.
     assert_exact(backend, case, asked=[("query", "key", "value") if is_masked else None])
 
 
@@ -206,4 +206,4 @@ def long_attention(name: str, length: int) -> Any:
 def test_memory_grows_with_the_number_of_points_alone(name: str) -> None:
     length = 8192 if name == "jax" else 4096
     peak = peak_growth("tests.contracts.test_points:long_attention", name, length)
-    assert peak < 4 * 2 * length**2 / 2  # half of the bias, in bytes; XLA takes some 100 MB to compile
+    assert peak < 4 * 2 * length**2 / 2  # half of the bias, in bytes; XLA takes about 100 MB to compile

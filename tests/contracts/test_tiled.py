@@ -1,4 +1,4 @@
-"""Attention tile by tile: tiles so small that little cases have many, and rows longer than horizons."""
+"""Attention tile by tile: tiny tiles, of which small cases have many, and rows longer than horizons."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.tiles import (
 
 BACKENDS = [param(Backend(f, f"alibi_{f.name}", "tiled"), f.name, f) for f in (TORCH, MLX)]
 EACH = pytest.mark.parametrize("backend", BACKENDS)
-# In JAX, which compiles each call, tiles have the sizes that they have.
+# JAX, which compiles each call, is tested with its own tiles.
 IN_JAX = param(Backend(JAX, "alibi_jax", "tiled"), "jax", JAX, pytest.mark.slow)
 EACH_AND_JAX = pytest.mark.parametrize("backend", [*BACKENDS, IN_JAX])
 DTYPES = [
@@ -236,7 +236,7 @@ def test_gradients_of_slopes_are_the_same_however_far_all_keys_are(backend: Back
 # --- The guarantee -------------------------------------------------------------------------------------------------
 
 
-# Float16 does not hold such keys.
+# These keys are too large for float16.
 @pytest.mark.parametrize(("backend", "dtype"), [x for x in DTYPES if x.values[1] != "float16"])
 @FAST
 @given(
@@ -306,7 +306,7 @@ def through_caches(
 @pytest.mark.parametrize("number", [np.nan, np.inf, pytest.param(-np.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lengths", [(300, 300), (1, 1100), (17, 1100), (1100, 1100), (40, 4500)], ids=str)
 @pytest.mark.parametrize("place", ["query", "key", "value"])
-def test_what_is_not_finite_makes_no_finite_result_wrong(
+def test_nan_and_inf_make_no_finite_result_wrong(
     backend: Backend, place: str, lengths: tuple[int, int], number: float
 ) -> None:
     (q_len, kv_len), slopes = lengths, np.asarray([0.5, 0.5])

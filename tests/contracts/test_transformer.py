@@ -1,4 +1,4 @@
-"""Transformers and language models of all backends: one configuration, the weights of one, the answers of one."""
+"""Transformers and language models of all backends: one configuration, one format of weights, the same results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lively(name: str, **changes: Any) -> Model:
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Assert that two ways of summing the float32 terms of unit size of all blocks give the same."""
+    """Assert that two sums of the float32 terms of all blocks, each of unit size, are equal to rounding."""
     terms = SMALL.embed_dim * SMALL.num_layers
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=0, atol=terms * 2.0**-23 * max(1, np.abs(expected).max()))
@@ -148,7 +148,7 @@ def test_caches_continue_a_sequence(name: str, block: str) -> None:
         model(x, caches=caches[0])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # whose caches stay as they are
+@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # JAX's caches are not changed in place
 def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(name: str) -> None:
     model, x = transformer(name), normal(1, 8, SMALL.embed_dim)
     caches, expected = model.inner.make_caches(1, 20), model(x)
@@ -173,7 +173,7 @@ def test_attention_factory_replaces_attention_alone(name: str) -> None:
     model, x = make_model(name, "AlibiTransformer", SMALL, attention=alone), normal(2, 13, 28)
     assert seen == [SMALL] * SMALL.num_layers
     order = np.random.default_rng(0).permutation(13)
-    assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
+    assert_close(model(x)[:, order], model(x[:, order]))  # no token sees another
 
 
 # --- The language model ---------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_generate_turns_dropout_off_for_itself(name: str) -> None:
     model, prompt = lively(name, dropout=0.5), tokens(2, 5)
     assert np.array_equal(model.generate(prompt, 9), model.generate(prompt, 9))
     assert (model(prompt) != model(prompt)).any()  # it is still training
-    if name != "jax":  # whose modules have no parents that say what is being trained
+    if name != "jax":  # modules of Flax have no ``training``
         model.inner.transformer.blocks[0].eval()
         before = [module.training for module in model.inner.modules()]
         model.generate(prompt, 1)
