@@ -32,12 +32,6 @@ MAPPED, KV_HEADS, HEADS, HEAD_DIM = 3, 2, 4, 5  # sizes of axes
 DIFFERENTIABLE = ("query", "key", "value", "slopes", "future_slopes")
 
 
-def vmap(backend: Backend, function: Any, axes: tuple[int | None, ...]) -> Any:
-    if backend.framework is TORCH:
-        return importlib.import_module("torch").func.vmap(function, axes)
-    return backend.framework.xp.vmap(function, in_axes=axes)
-
-
 def grad(backend: Backend, function: Any, argnums: list[int]) -> Any:
     """Return a function that returns a tuple of gradients."""
     if backend.framework is TORCH:
@@ -186,12 +180,13 @@ def test_mapped_arguments_give_the_results_of_a_loop(
     def loss(weight: Any, *operands: Any) -> Any:
         return (function(*operands) * weight).sum()
 
-    mapped = vmap(backend, function, in_axes)
+    mapped = backend.framework.mapped(function, in_axes)
     with tiling.applied() if mapping.shapes["key"][-2] < 1000 else contextlib.nullcontext():
         for output, answer in zip(mapped(*placed), outputs, strict=True):
             assert_within(numpy(output), answer)
         total = grad(backend, lambda *x: (mapped(*x) * array(cotangent)).sum(), argnums)(*placed)
-        each = vmap(backend, grad(backend, loss, [i + 1 for i in argnums]), (0, *in_axes))(array(cotangent), *placed)
+        gradient = grad(backend, loss, [i + 1 for i in argnums])
+        each = backend.framework.mapped(gradient, (0, *in_axes))(array(cotangent), *placed)
     for index, of_all, of_each in zip(argnums, total, each, strict=True):
         answers = [one[names[index]] for one in by_entry]
         assert_within(numpy(of_all), mapping.over_all(names[index], answers))
@@ -210,8 +205,8 @@ def test_mapping_may_be_nested(backend: Backend) -> None:
     def function(query: Any, slopes: Any, mask: Any) -> Any:
         return backend.function(mask=mask)(query, array(arrays["key"]), array(arrays["value"]), slopes)
 
-    inner = vmap(backend, function, (0, 0, None))
-    actual = vmap(backend, inner, (0, 0, 1))(array(query), array(slopes), array(mask))
+    inner = backend.framework.mapped(function, (0, 0, None))
+    actual = backend.framework.mapped(inner, (0, 0, 1))(array(query), array(slopes), array(mask))
     for i, j in itertools.product(range(3), range(2)):
         entry = arrays | {"query": query[i, j], "slopes": slopes[i, j], "mask": mask[:, i]}
         assert_within(backend.framework.numpy(actual[i, j]), exact(entry, {}, query[i, j])[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.conformance.testing import Rules, penalties
-from tests.support.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
+from tests.support.frameworks import FRAMEWORKS, NUMPY, Framework
 
 INF = float("inf")
 SLOPES = np.asarray([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 3.0], dtype=np.float32)
@@ -92,40 +91,6 @@ def test_penalties_beyond_float16_are_minus_infinity_without_a_warning(framework
     farther = framework.array(np.asarray([2**25], np.int32))
     reward = alibi_core.bias_from_positions(1, farther, farther, contract="bloom", **options)
     assert framework.numpy(reward) == INF
-
-
-COMPILED = [
-    BiasCase((3, 7), None, "causal", 5, 0),
-    BiasCase((33, 33), 1_000_000, "symmetric", 5, 1),
-    BiasCase((3, 7), 1_000_000, "asymmetric", 5, 2),
-    BiasCase((33, 33), None, "clamped", 5, 3),
-]
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.form}-{case.lengths}-{case.q_offset}")
-def test_bias_has_the_same_bits_compiled(framework: Framework, case: BiasCase) -> None:
-    np.testing.assert_array_equal(
-        framework.bits(case.bias(framework, framework.compiled)), NUMPY.bits(case.bias(NUMPY))
-    )
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
-def test_mapped_biases_equal_those_of_a_loop(framework: Framework) -> None:
-    xp = framework.xp
-    vmap = {"torch": lambda: xp.func.vmap, "jax": lambda: importlib.import_module("jax").vmap}.get(framework.name)
-    vmap = vmap() if vmap else xp.vmap
-    slopes, positions = np.stack([SLOPES, SLOPES[::-1]]), np.arange(5, dtype=np.int32)
-    ids = np.asarray([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], np.int32)
-
-    def both(slopes: Any, ids: Any) -> Any:
-        place = positions if isinstance(ids, np.ndarray) else framework.array(positions)
-        packed = alibi_core.bias_from_positions(slopes, place, place, q_segment_ids=ids, kv_segment_ids=ids)
-        return alibi_core.bias(slopes, 5, 7), packed
-
-    found = vmap(both)(framework.array(slopes), framework.array(ids))
-    for actual, *each in zip(found, *map(both, slopes, ids), strict=True):
-        np.testing.assert_array_equal(framework.bits(actual), np.stack(each).view(np.int32))
 
 
 def test_float64_bias_is_formed_in_float64() -> None:

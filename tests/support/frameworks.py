@@ -15,17 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alibi_core.capabilities import LIBRARIES as CAPABILITIES
+
 
 @dataclass(frozen=True)
 class Framework:
-    """An array namespace and how values get in and out of it; the floating dtypes that it has by default."""
+    """An array namespace and how values get in and out of it."""
 
     name: str
     module: str
-    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The floating dtypes that it has by default."""
+        return CAPABILITIES[self.module].dtypes
 
     @property
     def xp(self) -> Any:
@@ -87,13 +93,19 @@ class Framework:
             return jax.jit(function)
         return self.xp.compile(function) if self.name == "mlx" else function
 
+    def mapped(self, function: Callable[..., Any], axes: Any = 0) -> Callable[..., Any]:
+        """Return ``function`` through the framework's ``vmap``, over these axes of its arguments."""
+        if self.name == "torch":
+            return importlib.import_module("torch").func.vmap(function, axes)
+        return (importlib.import_module("jax") if self.name == "jax" else self.xp).vmap(function, axes)
 
-NUMPY = Framework("numpy", "numpy", ("float32", "float16", "float64"))
-STRICT = Framework("array_api_strict", "array_api_strict", ("float32", "float64"))
-TORCH = Framework("torch", "torch", ("float32", "float16", "bfloat16", "float64"))
+
+NUMPY = Framework("numpy", "numpy")
+STRICT = Framework("array_api_strict", "array_api_strict")
+TORCH = Framework("torch", "torch")
 JAX = Framework("jax", "jax.numpy")
 MLX = Framework("mlx", "mlx.core")
-DASK = Framework("dask", "dask.array", ("float32", "float64"))
+DASK = Framework("dask", "dask.array")
 
 
 @dataclass(frozen=True)
