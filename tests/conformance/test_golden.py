@@ -155,7 +155,7 @@ def test_right_results_pass(golden: Path, tmp_path: Path, right: dict[str, Any],
 
 
 def test_the_command_says_whether_results_pass(
-    golden: Path, tmp_path: Path, right: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    golden: Path, tmp_path: Path, right: dict[str, Any], capsys: Any
 ) -> None:
     written, found = tmp_path / "report.json", right["float32"]
     for factor, status in ((1.0, 0), (1.1, 1)):

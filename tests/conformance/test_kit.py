@@ -349,7 +349,7 @@ def test_a_report_says_first_what_matters_most() -> None:
 # --- The plugin -------------------------------------------------------------------------------------------------------
 
 
-def test_the_plugin_makes_a_test_of_each_law(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_makes_a_test_of_each_law(pytester: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile("""
         import pytest
@@ -377,9 +377,7 @@ def test_the_plugin_makes_a_test_of_each_law(pytester: pytest.Pytester, monkeypa
     result.stdout.no_fnmatch_line("*Traceback*")
 
 
-def test_the_plugin_says_once_that_there_is_no_adapter(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plugin_says_once_that_there_is_no_adapter(pytester: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile("""
         import pytest

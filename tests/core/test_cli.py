@@ -67,7 +67,7 @@ def test_a_missing_extra_is_named_by_the_command_that_needs_it(line: str) -> Non
     assert result.stderr == f"alibi-core: alibi_core.conformance needs safetensors; {install_hint('conformance')}\n"
 
 
-def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+def table(capsys: Any) -> list[list[str]]:
     """Return the cells of what was printed, a line a head, without the header."""
     lines = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("head")) + 1
@@ -82,9 +82,7 @@ def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
         ("slopes 12 --scheme linear --score-range 3.5", {"scheme": "linear"}, 3.5),
     ],
 )
-def test_slopes_are_the_cores(
-    line: str, rule: dict[str, Any], score_range: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slopes_are_the_cores(line: str, rule: dict[str, Any], score_range: float, capsys: Any) -> None:
     assert main(line.split()) == 0
     slopes = alibi_core.slopes(12, **rule)
     heads, printed, horizons = zip(*table(capsys), strict=True)
@@ -96,9 +94,7 @@ def test_slopes_are_the_cores(
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window_size", [None, 0, 7, 10**12])
 @pytest.mark.parametrize("length", [53, 1])
-def test_explain_counts_scores(
-    length: int, window_size: int | None, is_causal: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_counts_scores(length: int, window_size: int | None, is_causal: bool, capsys: Any) -> None:
     line = f"explain {length} --num-heads 3 --tolerance 0.1 --bias-max 2 --score-range 1"
     line += "" if is_causal else " --no-causal"
     line += "" if window_size is None else f" --window-size {window_size}"
@@ -114,7 +110,7 @@ def test_explain_counts_scores(
 
 
 @pytest.mark.parametrize("option", ["--score-range=1e38", "--bias-max=1e308"])
-def test_horizons_beyond_all_numbers_are_endless(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_horizons_beyond_all_numbers_are_endless(option: str, capsys: Any) -> None:
     assert main(["slopes", "2", option]) == 0
     assert [row[2] for row in table(capsys)] == ["all", "all"]
 
@@ -125,9 +121,7 @@ def write_baichuan(directory: Path) -> Path:
     return write(directory, config, {name: np.zeros(x.shape, np.float16) for name, x in tensors_of("baichuan").items()})
 
 
-def test_explain_says_what_the_heads_of_a_checkpoint_look_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_says_what_the_heads_of_a_checkpoint_look_at(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("torch")
     (tmp_path / "text").write_text("3 1 4\n1 5 9 2 6")
     assert main(["explain", str(write_baichuan(tmp_path)), "--tokens", str(tmp_path / "text")]) == 0
@@ -171,7 +165,7 @@ def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
         ("explain 8 --tolerance -1", "tolerance must not be negative, got -1.0"),
     ],
 )
-def test_bad_arguments_are_refused_with_the_rule(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused_with_the_rule(line: str, message: str, capsys: Any) -> None:
     assert main(line.split(" ")) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -180,9 +174,7 @@ def test_bad_arguments_are_refused_with_the_rule(line: str, message: str, capsys
 
 
 @pytest.mark.parametrize("config", [{}, {"alibi_slopes": [0.5, 0.1] * 3, "alibi_future_slopes": [0.03] * 6}], ids=str)
-def test_an_encoder_has_horizons_on_both_sides(
-    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_has_horizons_on_both_sides(config: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("safetensors")
     record = json.loads((Path(__file__).parents[1] / "support" / "encoders" / "jina-plain.json").read_text())
     tensors = {name: np.zeros(shape, np.float32) for name, shape in record["shapes"].items()}
@@ -201,14 +193,14 @@ def test_an_encoder_has_horizons_on_both_sides(
         assert row.split()[-3] == f"{share:.1%}"
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").mkdir()
     assert main(["explain", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("alibi-core: [Errno 21] Is a directory: ")
 
 
 @pytest.mark.parametrize("line", ["", "slopes", "slopes twelve", "slope 12", "explain 8 --num"])
-def test_what_is_no_command_line_prints_the_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_command_line_prints_the_usage(line: str, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(line.split())
     assert "usage: alibi-core" in capsys.readouterr().err
@@ -270,14 +262,14 @@ not_one = 3
 
 
 @pytest.fixture
-def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def adapters(tmp_path: Path, monkeypatch: Any) -> Path:
     (tmp_path / "my_adapters.py").write_text(ADAPTERS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
 
 
-def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: Any) -> None:
     right = "--adapter tests.conformance.test_kit:Right"
     line = f"conformance --adapter my_adapters:Signed {right} --json report.json --law symmetric"
     assert main(line.split()) == 1
@@ -289,9 +281,7 @@ def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pyte
     assert "Causal attention is exact to rounding" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(
-    adapters: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(adapters: Path, capsys: Any) -> None:
     options = "--law grouped --json report.json --time-limit 2"
     assert main(f"conformance --adapter my_adapters:several {options}".split()) == 1
     assert "crashed: the process ended with signal" in capsys.readouterr().out
@@ -316,9 +306,7 @@ def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(
         ("--adapter my_adapters:Signed --dtype float64", "there is no adapter to check of that dtype"),
     ],
 )
-def test_what_cannot_be_checked_is_told(
-    adapters: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_checked_is_told(adapters: Path, line: str, message: str, capsys: Any) -> None:
     assert main(["conformance", *line.split()]) == 2
     printed = capsys.readouterr()
     assert message in " ".join(printed.err.split())

@@ -31,10 +31,12 @@ def positions(q_len: int, kv_len: int) -> np.ndarray:
 
 
 LENGTHS = [(1, 1), (2, 257), (258, 258), (3, 70_000)]
-MULTIPLIED = [(dtype, *lengths) for dtype in ("float32", *NARROW) for lengths in LENGTHS]
+MULTIPLIED = in_dtypes(FRAMEWORKS, [(dtype, *lengths) for dtype in DTYPES for lengths in LENGTHS])
+# Operation by operation, JAX compiles for each shape: one is enough.
+MULTIPLIED = [x for x in MULTIPLIED if "jax" not in x.id or "70000" in x.id]
 
 
-@pytest.mark.parametrize(("framework", "dtype", "q_len", "kv_len"), in_dtypes(FRAMEWORKS, MULTIPLIED))
+@pytest.mark.parametrize(("framework", "dtype", "q_len", "kv_len"), MULTIPLIED)
 def test_features_multiply_to_the_bias_exactly(framework: Framework, dtype: str, q_len: int, kv_len: int) -> None:
     head_dim = 16  # so that 1 / scale is a power of two, and nothing is rounded
     query, key = (framework.array(np.zeros((n, m, head_dim)), dtype) for n, m in ((len(SLOPES), q_len), (1, kv_len)))
