@@ -118,9 +118,7 @@ class Backend:
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.module}[{self.implementation}]" if self.implementation else f"{self.module}[{self.framework.name}]"
-        )
+        return f"{self.module}[{self.implementation or self.framework.name}]"
 
     @property
     def is_length_first(self) -> bool:
@@ -172,14 +170,13 @@ class Backend:
 
         They are named as the arguments they are, slopes among them.
         """
-        names = tuple(tensors if wanted is None else wanted)
+        names, array = tuple(tensors if wanted is None else wanted), self.framework.array
+        of_slopes = "float64" if dtype == "float64" else "float32"
         placed = {
-            name: self.framework.array(x, "float64" if dtype == "float64" else "float32")
-            if "slopes" in name
-            else self.framework.array(self.layout(x), dtype)
+            name: array(x, of_slopes) if "slopes" in name else array(self.layout(x), dtype)
             for name, x in tensors.items()
         }
-        weight = self.framework.array(self.layout(cotangent), dtype)
+        weight = array(self.layout(cotangent), dtype)
         attention = self.function(**self.framework.placed(arguments))
 
         def function(*tensors: Any) -> Any:
@@ -218,8 +215,8 @@ GRADIENTS = {"torch": _torch_gradients, "jax": _jax_gradients, "mlx": _mlx_gradi
 
 def param(item: Any, name: str, framework: Framework, *marks: Any) -> Any:
     module = framework.module.partition(".")[0]
-    missing = importlib.util.find_spec(module) is None
-    return pytest.param(item, id=name, marks=[pytest.mark.skipif(missing, reason=f"{module} is not installed"), *marks])
+    skips = pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
+    return pytest.param(item, id=name, marks=[skips, *marks])
 
 
 def backend_param(framework: Framework, module: str, implementation: str | None, *marks: Any) -> Any:
