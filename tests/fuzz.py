@@ -31,21 +31,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Problem:
-    """One gradient that a user may ask for.
+    """One gradient that a user may ask for."""
 
-    Attributes:
-        case: The call, the arguments whose gradients are asked for, and the loss.
-        dtype: The dtype of query, key and value.
-        compiled: Whether the whole function is compiled.
-        closed_over: Whether arguments without gradients are constants of the program.
-        keeps_result: Whether the result is returned beside the gradients.
-    """
-
-    case: Case
+    case: Case  # the call, the arguments whose gradients are asked for, and the loss
     dtype: str
     compiled: bool
-    closed_over: bool
-    keeps_result: bool
+    closed_over: bool  # whether arguments without gradients are constants of the program
+    keeps_result: bool  # whether the result is returned beside the gradients
 
     def __str__(self) -> str:
         how = [self.dtype, "compiled" if self.compiled else "eager"]
@@ -84,8 +76,8 @@ class Problem:
         """Return the exact gradients, and the exact result, each with its budget."""
         problem, share = self.case.exact(self.dtype), UNIT_ROUNDOFF[self.dtype]
         gradients = self.case.gradients(self.dtype, share, problem=problem)
-        answers = {name: gradients[name] for name in self.case.wrt or ()}
-        return answers | ({"result": problem.output_without(share)} if self.keeps_result else {})
+        gradients["result"] = problem.output_without(share)
+        return {name: gradients[name] for name in (*(self.case.wrt or ()), *["result"] * self.keeps_result)}
 
 
 def _case(rng: np.random.Generator, seed: int) -> Case:

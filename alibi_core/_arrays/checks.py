@@ -22,6 +22,7 @@ from alibi_core._arrays.namespace import (
     library_name,
 )
 from alibi_core._arrays.namespace import is_int as is_int
+from alibi_core.capabilities import LIBRARIES
 
 # isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace unions.
 
@@ -188,7 +189,9 @@ def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
     if isinstance(dtype, str) and dtype in FLOATING:
         dtype = getattr(xp, dtype, dtype)
     if not is_kind(xp, dtype, "real floating"):
-        raise TypeError(f"{name} must be a real floating dtype of {library_name(xp)}, got {brief(dtype)}")
+        library = library_name(xp)
+        how = f"; it has {', '.join(LIBRARIES[library].dtypes)}" if library in LIBRARIES else ""
+        raise TypeError(f"{name} must be a real floating dtype of {library}, got {brief(dtype)}{how}")
     if floating_name(dtype) is None:
         raise TypeError(f"{name} must be {_listed(FLOATING)}, got {dtype}")
     if "float64" in str(dtype) and lacks_64_bits(xp):

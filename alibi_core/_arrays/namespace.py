@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import array_api_compat
 import numpy as np
 
+from alibi_core.capabilities import LIBRARIES
+
 # A namespace is a module (or an object like one) with the functions of the array API standard. Modules have no
 # useful structural type, so these aliases are for readers only.
 Namespace = Any
@@ -23,8 +25,7 @@ Device = Any
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Accepted names of a namespace: the module's name, or the name of the extra which installs the library.
-NAMED = {x: x for x in ("numpy", "torch", "jax.numpy", "mlx.core", "dask.array", "cupy", "array_api_strict")}
-NAMED |= {"pytorch": "torch", "jax": "jax.numpy", "mlx": "mlx.core"}
+NAMED = {name: name for name in (*LIBRARIES, "cupy")} | {"pytorch": "torch", "jax": "jax.numpy", "mlx": "mlx.core"}
 FLOATING = ("float64", "float32", "bfloat16", "float16")  # the supported floating dtypes
 
 

@@ -154,7 +154,10 @@ def _read(call: AttentionCall, name: str, array: Any) -> np.ndarray[Any, Any]:
     try:
         return on_host(call.xp, array)
     except Exception as error:
-        raise ValueError(f"{name} must hold values, which are measured, got {type(array).__name__}") from error
+        raise ValueError(
+            f"{name} must hold values, which are measured, got {type(array).__name__}; call explain outside of what is "
+            "compiled or mapped"
+        ) from error
 
 
 def _pairs(entry: AttentionCall, ranges: KeyRanges) -> tuple[int, int]:

@@ -391,8 +391,9 @@ def diagnose(
 
 def _named(trial: Trial, function: str, failures: Sequence[tuple[str, DepartureError]]) -> list[Diagnosis]:
     states = state_probes(trial) if function == "attention" else []
-    # Right at first, wrong later: look for state between calls before anything else.
-    if any(not x.fits([]) and x.is_close(x.found["0"], x.answers([])["0"]) for x in states):
+    # Right at first and wrong later, in either order of two calls: look for state before anything else.
+    is_wrong_later = [not x.fits([]) and x.is_close(x.found["0"], x.answers([])["0"]) for x in states]
+    if any(map(all, itertools.pairwise(is_wrong_later))):
         found = search(states, candidates(function))
         if any(x.name.startswith("stale ") for x, _ in found):
             return [sentence_of(*x) for x in found]

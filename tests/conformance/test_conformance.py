@@ -41,18 +41,14 @@ def core_adapter(framework: Framework) -> BackendAdapter:
     return BackendAdapter(f"alibi_core[{framework.name}]", library, alibi_core.attention)
 
 
-def in_libraries() -> list[BackendAdapter]:
-    found = [x for x in (STRICT, TORCH, JAX, MLX, DASK) if importlib.util.find_spec(x.module.partition(".")[0])]
-    return [core_adapter(framework) for framework in found]
-
-
-ADAPTERS = [*in_libraries(), *installed_adapters(dtypes=None)]
+LIBRARIES = [x for x in (STRICT, TORCH, JAX, MLX, DASK) if importlib.util.find_spec(x.module.partition(".")[0])]
+ADAPTERS = [*map(core_adapter, LIBRARIES), *installed_adapters(dtypes=None)]
 
 # Default implementations keep all laws in float32 and bfloat16. JAX compiles each case, so it leaves out laws that
 # other tests repeat: ``combined`` has the laws of one feature, tests/contracts long rows and their gradients, points,
 # and caches.
 QUICK = ("alibi_core", "alibi_core[array_api_strict]", "alibi_torch[tiled]", "alibi_mlx[tiled]")
-QUICK_IN_JAX = (
+QUICK_IN_JAX = [
     "slopes",
     "causal_bias",
     "symmetric_bias",
@@ -62,8 +58,8 @@ QUICK_IN_JAX = (
     "precision",
     "nowhere",
     "empty",
-)
-QUICK_IN_JAX += ("gradients", "slope_gradients", "decoding", "conduct")
+]
+QUICK_IN_JAX += ["gradients", "slope_gradients", "decoding", "conduct"]
 
 
 def is_quick(adapter: Any, law: str) -> bool:
@@ -72,13 +68,13 @@ def is_quick(adapter: Any, law: str) -> bool:
     return adapter.name in QUICK and adapter.dtype in ("float32", "bfloat16")
 
 
+def offered(adapter: Any, law: str) -> Any:
+    marks = [] if is_quick(adapter, law) else [pytest.mark.slow]
+    return pytest.param(adapter, law, id=f"{adapter.name}-{adapter.dtype}-{law}", marks=marks)
+
+
 OFFERED = [
-    pytest.param(
-        adapter,
-        law.name,
-        id=f"{adapter.name}-{adapter.dtype}-{law.name}",
-        marks=[] if is_quick(adapter, law.name) else [pytest.mark.slow],
-    )
+    offered(adapter, law.name)
     for adapter in ADAPTERS
     for law in LAWS
     if law.function == "any" or hasattr(adapter, law.function)
@@ -98,8 +94,8 @@ def test_every_implementation_that_runs_here_is_among_the_adapters() -> None:
             assert backend.name in names or backend.name == "alibi_core[numpy]"
     assert "alibi_core" in names
     for adapter in ADAPTERS:
-        functions = {law.function for law in LAWS} - {"any"}
-        expected = functions if adapter.name.partition("[")[0] != "alibi_core" else functions - {"decode_step"}
+        expected = {law.function for law in LAWS} - {"any"}
+        expected -= {"decode_step"} if adapter.name.startswith("alibi_core") else set()
         if adapter.name not in ("alibi_core", "alibi_core[array_api_strict]", "alibi_core[dask]"):
             assert all(hasattr(adapter, function) for function in expected), adapter.name
 

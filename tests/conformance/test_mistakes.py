@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance import FEATURES, LAWS, MISTAKES, Mistaken, Report, check
+from alibi_core.conformance import LAWS, MISTAKES, Mistaken, Report, check
 
 # Mistakes that are the same thing in what a function returns: (made, told).
 SAME = {
@@ -36,33 +36,30 @@ def dtype_of(name: str) -> str:
     return name.split()[0] if name.startswith(("float16", "bfloat16")) else "float32"
 
 
+# Those with large cases last; they pass for every backend in test_conformance.
+LARGE = ("large", "large_gradients", "long_decoding")
+SMALL = tuple(law.name for law in LAWS if law.name not in LARGE)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] if i % 25 else []) for i, x in enumerate(MISTAKES)]
 )
 def test_a_mistake_breaks_a_law_and_is_named(name: str) -> None:
-    report = first_failure(Mistaken(name, dtype=dtype_of(name)), tuple(law.name for law in LAWS))
+    report = first_failure(Mistaken(name, dtype=dtype_of(name)), (*SMALL, *LARGE))
     assert report is not None
-    keys = [x.key for x in report.diagnoses]
+    keys = {x.key.partition(":")[0] for x in report.diagnoses}  # a nearby number may explain the same answers
     assert keys
-    if not name.endswith(MEASURED):
-        # The same mistake with a nearby number may explain the same answers.
-        assert {x.partition(":")[0] for x in keys} <= {name.partition(":")[0], SAME.get(name)}
+    assert name.endswith(MEASURED) or keys <= {name.partition(":")[0], SAME.get(name)}
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float32",
-        pytest.param("bfloat16", marks=pytest.mark.slow),
-        pytest.param("float16", marks=pytest.mark.slow),
-        pytest.param("float64", marks=pytest.mark.slow),
-    ],
-)
-def test_without_mistakes_all_laws_pass(dtype: str) -> None:
+IN_ALL_DTYPES = [pytest.param(dtype, None, marks=pytest.mark.slow) for dtype in ("float16", "bfloat16", "float64")]
+
+
+@pytest.mark.parametrize(("dtype", "laws"), [("float32", SMALL), *IN_ALL_DTYPES])
+def test_without_mistakes_all_laws_pass(dtype: str, laws: tuple[str, ...] | None) -> None:
     start = time.process_time()
-    report = check(Mistaken(dtype=dtype), seed=1)
-    assert report.passed, str(report)
-    assert {law.status for law in report.laws} == {"passed"}
+    report = check(Mistaken(dtype=dtype), seed=1, laws=laws)
+    assert {law.status for law in report.laws} == {"passed"}, str(report)
     assert time.process_time() - start < 30
 
 
@@ -80,6 +77,8 @@ PEOPLES = {
     "scale": "scale ignored, scale 0 as none",
     "long": "last partial block dropped: 64, horizon too short: 128, scale ignored beyond: 32",
     "nowhere": "NaN where nowhere to look",
+    "empty": "NaN where nowhere to look",
+    "precision": "bfloat16 positions, float16 distances",
     "independent": "stale slopes",
     "large": "features beyond a multiple of 8",
     "combined": "window or segments",
@@ -88,13 +87,7 @@ PEOPLES = {
 
 @pytest.mark.parametrize(("law", "name"), [(law, name) for law, names in PEOPLES.items() for name in names.split(", ")])
 def test_mistakes_of_people_are_named_in_attention(law: str, name: str) -> None:
-    report = check(Mistaken(name, functions=("attention",)), laws=[law])
-    assert [x.key for x in report.diagnoses] == [name]
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("bfloat16 positions", "bfloat16"), ("float16 distances", "float16")])
-def test_positions_in_few_digits_are_named(name: str, dtype: str) -> None:
-    report = check(Mistaken(name, functions=("attention",), dtype=dtype), laws=["precision"])
+    report = check(Mistaken(name, functions=("attention",), dtype=dtype_of(name)), laws=[law])
     assert [x.key for x in report.diagnoses] == [name]
 
 
@@ -116,83 +109,63 @@ def test_several_mistakes_at_once_are_all_named(names: tuple[str, ...]) -> None:
     assert sorted(x.key for x in report.diagnoses) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "ending"),
-    [
-        ("bias lost", "mask", "where keys are masked"),
-        ("last key missing", "one query", "with a single query"),
-        ("bias doubled", "symmetric", "with is_causal=False"),
-        ("top-left", "window", "with window_size"),
-    ],
-)
-def test_a_mistake_under_a_condition_is_named_with_it(name: str, where: str, ending: str) -> None:
-    report = check(
-        Mistaken(name, where=where, functions=("attention",)), laws=["combined", "lengths", "window", "mask"]
-    )
-    assert [x.key for x in report.diagnoses] == [f"{name} {ending}"]
+IN_ATTENTION, IN_DECODING = ("combined", "lengths", "window", "mask"), ("decoding",)
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "key"),
+    ("laws", "name", "where", "ending"),
     [
-        ("bias lost", "later steps", "bias lost in steps after the first"),
-        ("bias lost", "single steps", "bias lost in later steps of a single token"),
-        ("causal ignored", "chunks", "causal ignored in later steps of several tokens"),
-        ("previous keys forgotten", None, "previous keys forgotten"),
-        ("stale slopes", None, "stale slopes"),
-        ("stale cache", None, "stale cache"),
+        (IN_ATTENTION, "bias lost", "mask", " where keys are masked"),
+        (IN_ATTENTION, "last key missing", "one query", " with a single query"),
+        (IN_ATTENTION, "bias doubled", "symmetric", " with is_causal=False"),
+        (IN_ATTENTION, "top-left", "window", " with window_size"),
+        (IN_DECODING, "bias lost", "later steps", " in steps after the first"),
+        (IN_DECODING, "bias lost", "single steps", " in later steps of a single token"),
+        (IN_DECODING, "causal ignored", "chunks", " in later steps of several tokens"),
+        (IN_DECODING, "previous keys forgotten", None, ""),
+        (IN_DECODING, "stale slopes", None, ""),
+        (IN_DECODING, "stale cache", None, ""),
     ],
 )
-def test_mistakes_in_decoding_are_named(name: str, where: str | None, key: str) -> None:
-    report = check(Mistaken(name, where=where, functions=("decode_step",)), laws=["decoding"])
-    assert [x.key for x in report.diagnoses] == [key]
-
-
-def wrong(change: Callable[..., Any]) -> Any:
-    """Return an adapter whose attention is the right one with this done to its arguments or its result."""
-
-    class Wrong(Mistaken):
-        def attention(self, *tensors: Any, **arguments: Any) -> Any:
-            return change(super().attention, *tensors, **arguments)
-
-    return Wrong()
+def test_a_mistake_is_named_with_its_condition(
+    laws: tuple[str, ...], name: str, where: str | None, ending: str
+) -> None:
+    function = "attention" if laws == IN_ATTENTION else "decode_step"
+    report = check(Mistaken(name, where=where, functions=(function,)), laws=laws)
+    assert [x.key for x in report.diagnoses] == [f"{name}{ending}"]
 
 
 def test_what_has_no_name_is_told_by_the_law_and_by_how_much() -> None:
-    def odd(attention: Any, query: Any, key: Any, value: Any, slopes: Any, **arguments: Any) -> Any:
-        return attention(query, key, value * np.float32(1.01), slopes, **arguments)
-
-    (diagnosis,) = check(wrong(odd), laws=["causal"]).diagnoses
-    assert diagnosis.sentence.startswith(
-        "Not so: causal attention is exact to rounding. Results are off by up to 0.01 "
-    )
-    assert "1 query, 1 key" in diagnosis.sentence
+    adapter = SimpleNamespace(slopes=lambda num_heads: alibi_core.slopes(num_heads) * np.float32(1.01))
+    (diagnosis,) = check(adapter).diagnoses
+    start = "Not so: slopes are those of the contract, for 1 to 128 heads. Results are off by up to 0.01 "
+    assert diagnosis.sentence.startswith(start)
+    assert "(num_heads=1)" in diagnosis.sentence
 
 
-@pytest.mark.parametrize(
-    ("is_wrong", "words"),
-    [
-        (lambda q, k: k.shape[2] % 64 == 1 < k.shape[2], "Where the number of tokens is 1 beyond a multiple of 64, "),
-        *(
-            pytest.param(is_wrong, words, marks=pytest.mark.slow)
-            for is_wrong, words in (
-                (lambda q, k: q.shape[3] > 64, "With more than 64 features a head, "),
-                (lambda q, k: q.shape[0] > 8, "With more than 8 batch entries, "),
-                (lambda q, k: q.shape[3] == 80, "With 80 features a head, but not with one more or fewer, "),
-            )
-        ),
-    ],
-    ids=["a multiple", "features", "batch", "just"],
-)
+WRONG_FROM = [
+    (
+        "tokens",
+        lambda q, k: k.shape[2] % 64 == 1 < k.shape[2],
+        "Where the number of tokens is 1 beyond a multiple of 64",
+    ),
+    ("features", lambda q, k: q.shape[3] > 64, "With more than 64 features a head"),
+    ("batch", lambda q, k: q.shape[0] > 8, "With more than 8 batch entries"),
+    ("just", lambda q, k: q.shape[3] == 80, "With 80 features a head, but not with one more or fewer"),
+]
+WRONG_FROM = [pytest.param(*x, id=name, marks=[pytest.mark.slow] * (name != "tokens")) for name, *x in WRONG_FROM]
+
+
+@pytest.mark.parametrize(("is_wrong", "words"), WRONG_FROM)
 def test_what_has_no_name_is_told_by_the_size_from_which_on_it_is_wrong(is_wrong: Any, words: str) -> None:
-    def odd(attention: Any, query: Any, key: Any, value: Any, slopes: Any, **arguments: Any) -> Any:
-        factor = np.float32(1.1 if is_wrong(query, key) else 1)
-        return attention(query, key, value * factor, slopes, **arguments)
+    class Odd(Mistaken):
+        def attention(self, query: Any, key: Any, value: Any, *rest: Any, **arguments: Any) -> Any:
+            factor = np.float32(1.1 if is_wrong(query, key) else 1)
+            return super().attention(query, key, value * factor, *rest, **arguments)
 
-    adapter = wrong(odd)
-    report = first_failure(adapter, ("long", "large"))
+    report = first_failure(Odd(features=()), ("long", "large"))
     assert report is not None
-    assert words in report.diagnoses[0].sentence
+    assert f"{words}, " in report.diagnoses[0].sentence
 
 
 def bias_adapter(compute: Callable[..., Any]) -> Any:
@@ -236,9 +209,9 @@ def test_whatever_an_adapter_does_there_is_a_report(function: str) -> None:
             return {"query": output}
         return (output, None) if function == "decode_step" else output
 
-    names = [law.name for law in LAWS if law.function == function][:2]
+    names = [law.name for law in LAWS if law.function == function and not law.needs][:2]
     for answer in (raises, not_a_number):
-        report = check(SimpleNamespace(features=tuple(FEATURES), **{function: answer}), laws=names)
+        report = check(SimpleNamespace(features=(), **{function: answer}), laws=names)
         assert {law.status for law in report.laws} == {"failed"}
         assert report.diagnoses
 
@@ -253,9 +226,9 @@ def test_a_mistake_that_is_not_in_the_table_is_refused() -> None:
 ARGUMENTS = ("future_slopes", "window_size", "segment_ids", "mask", "scale")  # begin a sentence as they are written
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_sentences_are_sentences(name: str) -> None:
-    first = MISTAKES[name].split()[0]
-    assert first[0].isupper() or first in ARGUMENTS
-    assert MISTAKES[name].endswith(".")
-    assert "{" not in MISTAKES[name]
+def test_sentences_are_sentences() -> None:
+    for sentence in MISTAKES.values():
+        first = sentence.split()[0]
+        assert first[0].isupper() or first in ARGUMENTS, sentence
+        assert sentence.endswith("."), sentence
+        assert "{" not in sentence

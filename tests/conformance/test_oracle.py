@@ -16,21 +16,17 @@ def looped_penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: i
     result = np.full((batch, heads, q_len, kv_len), -np.inf)
     slopes = np.broadcast_to(rules.slopes, (batch, heads))
     future = slopes if rules.future_slopes is None else np.broadcast_to(rules.future_slopes, (batch, heads))
-    mask = None if rules.mask is None else np.broadcast_to(rules.mask, result.shape)
+    mask = np.broadcast_to(True if rules.mask is None else rules.mask, result.shape)
     offsets = np.broadcast_to(rules.q_offset, (batch,))
-    q_ids, kv_ids = (
-        None if ids is None else np.broadcast_to(ids, (batch, ids.shape[-1]))
-        for ids in (rules.q_segment_ids, rules.kv_segment_ids)
-    )
+    ids = ((rules.q_segment_ids, q_len), (rules.kv_segment_ids, kv_len))
+    q_ids, kv_ids = (np.broadcast_to(0 if x is None else x, (batch, n)) for x, n in ids)
     for b, h, i, j in np.ndindex(*result.shape):
         ahead = int(j - (offsets[b] + i))  # how many tokens the key lies after the query
         if rules.is_causal and ahead > 0:
             continue
         if rules.window_size is not None and abs(ahead) > rules.window_size:
             continue
-        if q_ids is not None and kv_ids is not None and q_ids[b, i] != kv_ids[b, j]:
-            continue
-        if mask is not None and not mask[b, h, i, j]:
+        if q_ids[b, i] != kv_ids[b, j] or not mask[b, h, i, j]:
             continue
         slope = future[b, h] if ahead > 0 else slopes[b, h]
         result[b, h, i, j] = -float(slope) * abs(ahead)
@@ -79,12 +75,10 @@ def test_rounding_is_to_even_in_every_dtype(dtype: str) -> None:
 
 
 def finite_difference(inputs: dict[str, np.ndarray], name: str, index: tuple[int, ...], cotangent: np.ndarray) -> float:
-    step, sides = 1e-6, []
-    for sign in (1, -1):
-        moved = inputs[name].copy()
-        moved[index] += sign * step
-        sides.append((problem_of(**(inputs | {name: moved})).output.value * cotangent).sum())
-    return float(sides[0] - sides[1]) / (2 * step)
+    step = np.zeros_like(inputs[name])
+    step[index] = 1e-6
+    above, below = (problem_of(**(inputs | {name: inputs[name] + x})).output.value for x in (step, -step))
+    return float(((above - below) * cotangent).sum()) / 2e-6
 
 
 def problem_of(

@@ -1,13 +1,13 @@
 """Encoders with ALiBi: embeddings of the families' original code, in every framework.
 
-``tests/support/encoders`` holds what that code returned: a file a variant, with its config, the names and shapes of its
-state dict, and the embeddings of padded texts in float64, with the error that it made in float32. Weights and tokens
-are drawn here as they were there.
+``tests/support/encoders`` holds a file for each variant: its config, the names and shapes of its state dict, and the
+embeddings of padded texts that the original code computed in float64, with its error in float32. Weights and tokens are
+drawn from the same seeds.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend.models import POOLING, Checkpoint
-from tests.support.checkpoints import drawn, write
+from alibi_core.backend.models import POOLING, AlibiConfig, Checkpoint
+from tests.support.checkpoints import drawn, load, write
 from tests.support.frameworks import LIBRARIES, Backend, few_in_jax, slow_in_jax
+from tests.support.layers import make_module
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import save_file
@@ -36,7 +37,7 @@ def texts(record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def save(variant: str, directory: Path, *, prefix: str = "", shards: int = 1, **tensors: Any) -> Path:
-    """Write a variant's checkpoint as ``save_pretrained`` does, with other tensors in place of some, or without."""
+    """Write a variant's checkpoint as ``save_pretrained`` does, with other tensors; None removes one."""
     record = RECORDS[variant]
     held = {name: drawn(name, tuple(shape)) for name, shape in record["shapes"].items()} | tensors
     held = {f"{prefix}{name}": tensor for name, tensor in held.items() if tensor is not None}
@@ -45,14 +46,11 @@ def save(variant: str, directory: Path, *, prefix: str = "", shards: int = 1, **
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Backend, str], Any]:
-    """Return a function from a backend and a variant to its encoder, each loaded once."""
-    made: dict[tuple[str, str], Any] = {}
+    """Return a function from a backend and a variant to its encoder."""
 
+    @functools.cache
     def get(backend: Backend, variant: str) -> Any:
-        if (backend.name, variant) not in made:
-            directory = save(variant, tmp_path_factory.mktemp("encoder"))
-            made[backend.name, variant] = importlib.import_module(backend.module).load_checkpoint(directory)
-        return made[backend.name, variant]
+        return load(backend.framework.name, save(variant, tmp_path_factory.mktemp("encoder")))
 
     return get
 
@@ -80,24 +78,19 @@ def test_embeddings_are_those_of_the_original(variant: str, backend: Backend, lo
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
-def test_padding_may_be_anywhere_and_is_told_by_lengths_or_a_mask(backend: Backend, loaded: Any) -> None:
+def test_padding_may_be_anywhere(backend: Backend, loaded: Any) -> None:
     record, model = RECORDS[SMALLEST], loaded(backend, SMALLEST)
     tokens, lengths = texts(record)[0], record["lengths"]
     shifted, mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
     for row, (length, start) in enumerate(zip(lengths, (0, 40, 11), strict=True)):
         shifted[row, start : start + length] = tokens[row, :length]
         mask[row, start : start + length] = True
-    for pooling, said in (("mean", mask), ("cls", mask.astype(np.int32))):
-        close(record, "types zeros", pooling, encode(backend, model, shifted, mask=said, pooling=pooling))
-
-
-@pytest.mark.parametrize("backend", slow_in_jax(LIBRARIES))
-def test_padding_within_a_text_counts_in_its_distances(backend: Backend, loaded: Any) -> None:
-    record, tokens = RECORDS[SMALLEST], texts(RECORDS[SMALLEST])[0]
-    mask = np.arange(tokens.shape[1]) < np.asarray(record["lengths"])[:, None]
-    mask[:, 5:15] = False
-    actual = encode(backend, loaded(backend, SMALLEST), tokens, mask=mask)
-    close(record, "gap from 5 to 15", "mean", actual)
+    close(record, "types zeros", "mean", encode(backend, model, shifted, mask=mask))
+    cls = encode(backend, model, shifted, mask=mask.astype(np.int32), pooling="cls")
+    close(record, "types zeros", "cls", cls)
+    gap = np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None]
+    gap[:, 5:15] = False  # padding within a text counts in its distances
+    close(record, "gap from 5 to 15", "mean", encode(backend, model, tokens, mask=gap))
 
 
 @pytest.mark.parametrize("backend", slow_in_jax(LIBRARIES))
@@ -119,11 +112,10 @@ def test_what_stands_in_padding_changes_nothing_and_rows_without_text_are_zeros(
 @pytest.mark.parametrize("pooling", POOLING)
 def test_no_texts_have_no_vectors_and_empty_texts_have_zeros(backend: Backend, pooling: str, loaded: Any) -> None:
     model, width = loaded(backend, SMALLEST), RECORDS[SMALLEST]["config"]["hidden_size"]
-    for options in ({}, {"lengths": []}, {"mask": np.ones((0, 5), bool)}):
-        assert encode(backend, model, np.zeros((0, 5), np.int32), pooling=pooling, **options).shape == (0, width)
-    for options in ({}, {"lengths": [0, 0, 0]}, {"mask": np.ones((3, 0), bool)}):
-        embeddings = encode(backend, model, np.zeros((3, 0), np.int32), pooling=pooling, **options)
-        assert np.array_equal(embeddings, np.zeros((3, width)))
+    for batch, length in ((0, 5), (3, 0)):
+        for options in ({}, {"lengths": [0] * batch}, {"mask": np.ones((batch, length), bool)}):
+            found = encode(backend, model, np.zeros((batch, length), np.int32), pooling=pooling, **options)
+            np.testing.assert_array_equal(found, np.zeros((batch, width)))
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
@@ -142,7 +134,7 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)
-    for number in (-1, 10**6):  # JAX would make NaN of them, MLX would read memory that is something else
+    for number in (-1, 10**6):  # JAX would return NaN, and MLX would read other memory
         other = np.where(np.arange(70) == 1, number, tokens).astype(np.int32)
         for options in ({}, {"lengths": [2, 3, 4]}, {"mask": np.arange(210).reshape(3, 70) % 7 > 0}):
             with pytest.raises(ValueError, match=f"^tokens must be from 0 to 30, for .* embeddings, got {number}$"):
@@ -153,14 +145,10 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
         encode(backend, model, tokens[0])
     with pytest.raises(TypeError, match=r"^tokens must be an array, got \[\[1, 2\]\]"):
         model.encode([[1, 2]])
-    if backend.framework.name != "jax":  # which takes NumPy's arrays
+    if backend.framework.name != "jax":  # JAX takes NumPy's arrays
         with pytest.raises(TypeError, match="got .*numpy.*; make these arrays of .*: token_types"):
             model.encode(backend.framework.array(tokens, "int32"), token_types=np.ones_like(tokens))
-    package = importlib.import_module(backend.module)
-    options = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if backend.framework.name == "jax" else {}
-    with pytest.raises(ValueError, match="^is_causal must be False for an encoder, got True"):
-        package.AlibiEncoder(package.AlibiConfig(), 16, **options)
-    plain = package.AlibiEncoder(package.AlibiConfig(num_layers=1, is_causal=False), 31, **options)
+    plain = make_module(backend.framework.name, "AlibiEncoder", AlibiConfig(num_layers=1, is_causal=False), 31)
     with pytest.raises(ValueError, match="^token_types must be None for a model whose config has none"):
         encode(backend, plain, tokens, token_types=tokens)
 
@@ -173,18 +161,17 @@ def test_shards_of_a_model_with_heads_are_read(backend: Backend, tmp_path: Path)
     record, head = RECORDS["mosaic-bert"], np.zeros((31, 24), np.float32)
     save("mosaic-bert", tmp_path, prefix="bert.", shards=3)
     heads = dict.fromkeys(("cls.predictions.decoder.weight", "classifier.weight", "qa_outputs.weight"), head)
-    copied = {"bert.embeddings.word_embeddings.weight": head}  # which the index says is elsewhere
+    copied = {"bert.embeddings.word_embeddings.weight": head}  # the index names another file for it
     save_file(heads | copied, tmp_path / "model-3.safetensors")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(heads, "model-3.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    package = importlib.import_module(backend.module)
-    model = package.load_checkpoint(tmp_path)
+    model = load(backend.framework.name, tmp_path)
     close(record, "types zeros", "mean", encode(backend, model, texts(record)[0], lengths=record["lengths"]))
-    low = package.load_checkpoint(tmp_path, dtype=backend.framework.xp.bfloat16)
+    low = load(backend.framework.name, tmp_path, dtype=backend.framework.xp.bfloat16)
     embeddings = low.encode(backend.framework.array(texts(record)[0]), lengths=record["lengths"])
     assert "float32" in str(embeddings.dtype)
-    # Each of the block's dozen roundings is by 2**-9 at most, of numbers of unit variance.
+    # A block rounds a dozen times, by at most 2**-9 each, numbers of unit variance.
     assert np.abs(backend.framework.numpy(embeddings) - record["types zeros"]["mean"]).max() <= 24 * 2**-9 * 3
 
 
@@ -219,7 +206,6 @@ def test_what_does_not_fit_is_refused_by_name(
 
 def test_bert_that_was_given_alibi_is_read_with_its_slopes(tmp_path: Path) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
-    from alibi_torch import load_checkpoint
     from alibi_torch.transformers import with_alibi
 
     config = {k: v for k, v in RECORDS["jina-plain"]["config"].items() if k not in ("model_type", "feed_forward_type")}
@@ -230,7 +216,7 @@ def test_bert_that_was_given_alibi_is_read_with_its_slopes(tmp_path: Path) -> No
     model.save_pretrained(tmp_path)
     tokens = torch.from_numpy(texts(RECORDS["jina-plain"])[0]).long()
     with torch.no_grad():
-        expected, actual = model(tokens).last_hidden_state, load_checkpoint(tmp_path)(tokens)
+        expected, actual = model(tokens).last_hidden_state, load("torch", tmp_path)(tokens)
     assert torch.allclose(actual, expected, rtol=0, atol=1e-5)
 
 
@@ -238,8 +224,8 @@ def test_bert_that_was_given_alibi_is_read_with_its_slopes(tmp_path: Path) -> No
 
 
 def test_jax_traces_an_encoder_with_its_padding_masked(tmp_path: Path) -> None:
-    jax, alibi_jax = pytest.importorskip("jax"), pytest.importorskip("alibi_jax")
-    record, model = RECORDS[SMALLEST], alibi_jax.load_checkpoint(save(SMALLEST, tmp_path))
+    jax = pytest.importorskip("jax")
+    record, model = RECORDS[SMALLEST], load("jax", save(SMALLEST, tmp_path))
     encode = jax.jit(lambda tokens, lengths: [model.encode(tokens, lengths=lengths, pooling=x) for x in POOLING])
     tokens, lengths = texts(record)[0], np.asarray(record["lengths"])
     tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -100)
@@ -256,8 +242,8 @@ def test_jax_traces_an_encoder_with_its_padding_masked(tmp_path: Path) -> None:
 
 
 def test_gradients_of_packed_texts_are_those_of_each_alone(tmp_path: Path) -> None:
-    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
-    record, model = RECORDS[SMALLEST], alibi_torch.load_checkpoint(save(SMALLEST, tmp_path), dtype=torch.float64)
+    torch = pytest.importorskip("torch")
+    record, model = RECORDS[SMALLEST], load("torch", save(SMALLEST, tmp_path), dtype=torch.float64)
     tokens, lengths = torch.from_numpy(texts(record)[0]), record["lengths"]
 
     def gradients(embeddings: Any) -> Any:

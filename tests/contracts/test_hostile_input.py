@@ -1,4 +1,4 @@
-"""Hostile input: whatever is passed for any argument is refused in this library's words, or means what it says."""
+"""Hostile input: any value of any argument is refused in this library's words, or taken for what it is."""
 
 from __future__ import annotations
 
@@ -13,74 +13,55 @@ import pytest
 from tests.support.frameworks import FRAMEWORKS, NUMPY, STRICT, Framework
 
 LONGDOUBLES = np.dtype(np.longdouble).itemsize > 8
-ITEMS: dict[str, Any] = {
-    **{"none": None, "string": "abc", "bytes": b"x", "dict": {}, "object": object(), "type": float, "function": len},
-    **{"list": [1.0, 2.0], "nested": [[1, 2], [3, 4]], "tuple": (1, 2), "no tuple": (), "iterator": iter([])},
-    **{"true": True, "false": False, "numpy true": np.True_, "numpy string": np.str_("x")},
-    **{
-        "zero": 0,
-        "minus one": -1,
-        "two": 2,
-        "2**40": 2**40,
-        "-2**40": -(2**40),
-        "10**30": 10**30,
-        "10**5000": 10**5000,
-    },
-    **{"half": 0.5, "nan": float("nan"), "inf": float("inf"), "complex": 1j, "1e39": 1e39},
-    **{
-        "int8": np.int8(2),
-        "uint64": np.uint64(2**63 + 1),
-        "float32": np.float32(0.5),
-        "float16 nan": np.float16("nan"),
-    },
-    **({"longdouble": np.longdouble("1e4000")} if LONGDOUBLES else {}),
-}
+VALUES = (
+    *(None, "abc", b"x", {}, object(), float, len, [1.0, 2.0], [[1, 2], [3, 4]], (1, 2), (), iter([])),
+    *(True, False, np.True_, np.str_("x"), 0, -1, 2, 2**40, -(2**40), 10**30, 0.5, 1j, 1e39),
+    *(float("nan"), float("inf"), np.int8(2), np.uint64(2**63 + 1), np.float32(0.5), np.float16("nan")),
+    *([np.longdouble("1e4000")] if LONGDOUBLES else []),
+)
+ITEMS = {f"{type(x)} {x}": x for x in VALUES} | {"10**5000": 10**5000}
 DTYPES = ("bool", "int8", "uint16", "uint32", "int64", "uint64", "float16", "float32", "float64", "complex64")
+
+
+LACKING = {"jax": ("int64", "uint64", "float64"), "mlx": ("float64",), "array_api_strict": ("float16",)}
 
 
 def hostile_values(framework: Framework, like: Any) -> dict[str, Any]:
     """Return hostile values of an argument, by name; ``like`` is a good value."""
     shape = tuple(like.shape) if hasattr(like, "dtype") else (2,)
     values = dict(ITEMS)
-    for dtype in DTYPES:
-        lacking = {"jax": ("int64", "uint64", "float64"), "mlx": ("float64",), "array_api_strict": ("float16",)}
-        if dtype not in lacking.get(framework.name, ()):
-            for size in {(), (0,), (2,), shape}:
-                array = framework.array(np.ones(size, dtype), "float64" if dtype == "float64" else None)
-                values[f"{dtype} {size}"] = array
+    for dtype in set(DTYPES) - set(LACKING.get(framework.name, ())):
+        for size in {(), (0,), (2,), shape}:
+            array = framework.array(np.ones(size, dtype), "float64" if dtype == "float64" else None)
+            values[f"{dtype} {size}"] = array
     stranger = NUMPY if framework is STRICT else STRICT
     values["of another library"] = stranger.array(np.ones(shape, np.float32))
-    return values | _OWN.get(framework.name, lambda shape: {})(shape)
+    return values | own_values(framework, shape)
 
 
-def _numpy_values(shape: tuple[int, ...]) -> dict[str, Any]:
-    values = {"objects": np.ones(shape, object), "strings": np.full(shape, "a"), "dates": np.zeros(shape, "M8[s]")}
-    values |= {"masked": np.ma.masked_array(np.ones(shape, np.float32)), "other bytes": np.ones(shape, ">f4")}
-    return values | ({"longdoubles": np.ones(shape, np.longdouble)} if LONGDOUBLES else {})
-
-
-def _torch_values(shape: tuple[int, ...]) -> dict[str, Any]:
-    import torch
-
-    ones = torch.ones(shape)
-    values = {"sparse": ones.to_sparse(), "elsewhere": ones.to("meta"), "dtype": torch.float8_e4m3fn}
-    return values | {"float8": ones.to(torch.float8_e4m3fn)}
-
-
-def _jax_values(shape: tuple[int, ...]) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-
-    names = ("float8_e4m3fn", "int4")
-    return {name: jnp.ones(shape).astype(getattr(jnp, name)) for name in names} | {"random key": jax.random.key(0)}
-
-
-_OWN = {"numpy": _numpy_values, "torch": _torch_values, "jax": _jax_values}
+def own_values(framework: Framework, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return hostile arrays that one library alone has."""
+    if framework.name == "numpy":
+        ones = {"masked": np.ma.masked_array(np.ones(shape, np.float32)), "other bytes": np.ones(shape, ">f4")}
+        ones |= {"longdoubles": np.ones(shape, np.longdouble)} if LONGDOUBLES else {}
+        return ones | {
+            "objects": np.ones(shape, object),
+            "strings": np.full(shape, "a"),
+            "dates": np.zeros(shape, "M8[s]"),
+        }
+    xp = framework.xp
+    if framework.name == "torch":
+        ones, float8 = xp.ones(shape), xp.float8_e4m3fn
+        return {"sparse": ones.to_sparse(), "elsewhere": ones.to("meta"), "dtype": float8, "float8": ones.to(float8)}
+    if framework.name == "jax":
+        arrays = {name: xp.ones(shape).astype(getattr(xp, name)) for name in ("float8_e4m3fn", "int4")}
+        return arrays | {"random key": importlib.import_module("jax").random.key(0)}
+    return {}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A public function, arguments it takes, and which of them (or what in their place) is replaced."""
+    """A public function, its arguments here, and the names of others; each of all of these is replaced."""
 
     module: str
     function: str
@@ -91,53 +72,29 @@ class Subject:
         return f"{self.module}.{self.function}"
 
 
-def _tensors(*axes: int) -> dict[str, Any]:
-    query, key = ((*axes[:1], heads, length, 4) for heads, length in ((4, 3), (2, 5)))
-    return {name: np.ones(shape, np.float32) for name, shape in (("query", query), ("key", key), ("value", key))}
-
-
 SLOPES, POSITIONS = np.full(4, 0.5, np.float32), np.arange(3, dtype=np.int32)
-RULES = (
-    "future_slopes",
-    "segment_ids",
-    "window_size",
-    "mask",
-    "scale",
-    "allow_negative_slopes",
-    "is_causal",
-    "q_offset",
-)
+SHAPES = {"query": (2, 4, 3, 4), "key": (2, 2, 5, 4), "value": (2, 2, 5, 4)}
+TENSORS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()} | {"slopes": SLOPES}
+RULES = ("future_slopes", "segment_ids", "window_size", "mask", "scale", "allow_negative_slopes", "is_causal")
+RULES += ("q_offset",)
 BIAS = ("is_causal", "future_slopes", "allow_negative_slopes", "contract", "dtype")
 PLACE = ("xp", "device")
+BY_POSITION = ("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids")
+FOLDED = {"query": np.ones((4, 3, 4), np.float32), "key": np.ones((2, 3, 4), np.float32), "slopes": SLOPES}
+BOUND = {"slopes": SLOPES, "kv_len": 5, "head_dim": 4, "dtype": "float32"}
 SUBJECTS = (
-    Subject("alibi_core", "attention", _tensors(2) | {"slopes": SLOPES}, RULES),
+    Subject("alibi_core", "attention", TENSORS, RULES),
     *(
-        Subject(f"alibi_{name}", "attention", _tensors(2) | {"slopes": SLOPES}, (*RULES, "tolerance", "implementation"))
+        Subject(f"alibi_{name}", "attention", TENSORS, (*RULES, "tolerance", "implementation"))
         for name in ("torch", "jax", "mlx")
     ),
     Subject("alibi_core", "slopes", {"num_heads": 4}, ("scheme", "bias_max", "contract", "dtype", *PLACE)),
     Subject("alibi_core", "bias", {"slopes": SLOPES, "q_len": 2}, ("kv_len", "q_offset", *BIAS, *PLACE)),
     Subject("alibi_core", "key_bias", {"slopes": SLOPES, "kv_len": 2}, ("contract", "dtype", *PLACE)),
-    Subject(
-        "alibi_core",
-        "bias_from_positions",
-        {"slopes": SLOPES}
-        | dict.fromkeys(("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids"), POSITIONS),
-        BIAS,
-    ),
+    Subject("alibi_core", "bias_from_positions", {"slopes": SLOPES} | dict.fromkeys(BY_POSITION, POSITIONS), BIAS),
     Subject("alibi_core", "horizon", {"slopes": SLOPES, "score_range": SLOPES}, ("tolerance", "is_causal")),
-    Subject(
-        "alibi_core",
-        "fold",
-        {"query": np.ones((4, 3, 4), np.float32), "key": np.ones((2, 3, 4), np.float32), "slopes": SLOPES},
-        ("scale", "head_dim"),
-    ),
-    Subject(
-        "alibi_core",
-        "fold_error_bound",
-        {"slopes": SLOPES, "kv_len": 5, "head_dim": 4, "dtype": "float32"},
-        ("q_len",),
-    ),
+    Subject("alibi_core", "fold", FOLDED, ("scale", "head_dim")),
+    Subject("alibi_core", "fold_error_bound", BOUND, ("q_len",)),
     Subject("alibi_core", "fold_size", {"kv_len": 5, "dtype": "float32"}),
 )
 
@@ -153,7 +110,7 @@ def plain(framework: Framework, value: Any) -> Any:
 
 
 def is_ours(name: str, message: str) -> bool:
-    """Whether a message is of the library's form, and says which argument is meant, or which do not go together."""
+    """Whether a message has the library's form, and names the argument, or the arguments that do not fit together."""
     named, rule, _ = message.partition(" must ")
     together = ("arrays", "query, key and value", "num_kv_heads", "num_heads", "head_dim", "key", "value", "kv_len")
     together += ("dtype", "leading axes", "score_range", "kv_positions", "q_segment_ids", "kv_segment_ids")
@@ -185,9 +142,7 @@ def test_any_value_of_any_argument_is_refused_in_our_words_or_means_what_it_says
 ) -> None:
     given = framework.placed(subject.arguments)
     if subject.module == "alibi_jax":
-        given |= {
-            name: framework.array(np.swapaxes(subject.arguments[name], 1, 2)) for name in ("query", "key", "value")
-        }
+        given |= {name: framework.array(np.swapaxes(subject.arguments[name], 1, 2)) for name in SHAPES}
     if subject.function == "slopes":
         given["xp"] = framework.xp
     wrong = []

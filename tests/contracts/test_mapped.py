@@ -1,4 +1,4 @@
-"""Attention under ``vmap``: whatever is mapped, along whatever axis, results and gradients equal those of a loop."""
+"""Attention under ``vmap``: with any arguments mapped along any axes, results and gradients equal those of a loop."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.support.tiles import Tiling
 BACKENDS = [
     param(Backend(f, f"alibi_{f.name}", name), f"{f.name}-{name}", f, *marks)
     for f in (TORCH, MLX)
-    for name, marks in (("tiled", []), ("dense", [pytest.mark.slow]))  # which is made of operations that map
+    for name, marks in (("tiled", []), ("dense", [pytest.mark.slow]))
 ]
 EACH = pytest.mark.parametrize("backend", BACKENDS)
 SDPA = param(Backend(TORCH, "alibi_torch", "sdpa"), "torch-sdpa", TORCH)
@@ -31,14 +32,8 @@ MAPPED, KV_HEADS, HEADS, HEAD_DIM = 3, 2, 4, 5  # sizes of axes
 DIFFERENTIABLE = ("query", "key", "value", "slopes", "future_slopes")
 
 
-def vmap(backend: Backend, function: Any, axes: tuple[int | None, ...]) -> Any:
-    if backend.framework is TORCH:
-        return importlib.import_module("torch").func.vmap(function, axes)
-    return backend.framework.xp.vmap(function, in_axes=axes)
-
-
 def grad(backend: Backend, function: Any, argnums: list[int]) -> Any:
-    """Return a function that returns the gradients by arguments, in a tuple."""
+    """Return a function that returns a tuple of gradients."""
     if backend.framework is TORCH:
         return importlib.import_module("torch").func.grad(function, tuple(argnums))
     gradient = backend.framework.xp.grad(function, argnums=argnums)
@@ -48,7 +43,7 @@ def grad(backend: Backend, function: Any, argnums: list[int]) -> Any:
 def exact(
     arrays: dict[str, np.ndarray], rules: dict[str, Any], cotangent: np.ndarray
 ) -> tuple[Answer, dict[str, Answer]]:
-    """Return attention of NumPy arrays, named as its arguments are, and its gradients, which have their shapes."""
+    """Return attention of NumPy arrays, by argument, and its gradients in the shapes of the arrays."""
     (batch, heads, q_len, _), kv_len = arrays["query"].shape, arrays["key"].shape[2]
     slopes = {name: np.broadcast_to(arrays[name], (batch, heads)) for name in DIFFERENTIABLE[3:] if name in arrays}
     arguments = rules | {name: arrays[name] for name in ("q_offset", "mask") if name in arrays}
@@ -70,14 +65,7 @@ def exact(
 
 @dataclass(frozen=True)
 class Mapping:
-    """A call with some mapped arguments.
-
-    Attributes:
-        shapes: The shape of each array, by argument, without the mapped axis.
-        axes: The mapped axis of each mapped argument.
-        rules: The other arguments, which are no arrays.
-        seed: The seed of the values.
-    """
+    """The shape of each array, without the mapped axis; the mapped axes; other arguments."""
 
     shapes: dict[str, tuple[int, ...]]
     axes: dict[str, int]
@@ -86,7 +74,7 @@ class Mapping:
 
     @functools.cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Those mapped have the mapped axis first."""
+        """The arrays; mapped axes are first."""
         rng = np.random.default_rng(self.seed)
         kv_len, q_len = (self.shapes[name][-2] for name in ("key", "query"))
         arrays: dict[str, Any] = {}
@@ -110,7 +98,7 @@ class Mapping:
         return {name: x[index] if name in self.axes else x for name, x in self.arrays.items()}
 
     def over_all(self, name: str, answers: list[Answer]) -> Answer:
-        """Return the gradient by an argument, its mapped axis in place, from what it is by each entry's."""
+        """Return the gradient by an argument, with its mapped axis in place, from the gradients by its entries."""
         stacked = Answer(*(np.stack([getattr(x, part) for x in answers]) for part in ("value", "budget")))
         if name not in self.axes:
             return summed_over_batch(stacked)
@@ -120,7 +108,7 @@ class Mapping:
 @st.composite
 def mappings(draw: st.DrawFn) -> Mapping:
     batch, is_causal = draw(st.sampled_from([1, 1, 2])), draw(st.booleans())
-    # Shorter and longer than what is attended to whole, few queries and more.
+    # Up to and beyond 1,024 keys, from which on there is a plan; few queries and many.
     lengths = [(1, 1), (1, 7), (5, 7), (7, 7), (11, 5), (20, 33), (1, 1040), (17, 1040), (40, 1024)]
     q_len, kv_len = draw(st.sampled_from(lengths))
     by_head = st.sampled_from([(HEADS,), (batch, HEADS)])
@@ -138,10 +126,9 @@ def mappings(draw: st.DrawFn) -> Mapping:
         shapes["mask"] = tuple(whole[draw(st.integers(0, 3)) :])
     if draw(st.booleans()):
         shapes["max_key_norm"] = (batch, KV_HEADS)
-    first = draw(st.sampled_from(sorted({*shapes} - {"max_key_norm"})))  # one at least is
-    axes = {
-        name: draw(st.integers(0, len(shape))) for name, shape in shapes.items() if name == first or draw(st.booleans())
-    }
+    always = draw(st.sampled_from(sorted({*shapes} - {"max_key_norm"})))
+    mapped = [name for name in shapes if name == always or draw(st.booleans())]
+    axes = {name: draw(st.integers(0, len(shapes[name]))) for name in mapped}
     rules: dict[str, Any] = {"is_causal": is_causal, "window_size": draw(st.sampled_from([None, None, 0, 6]))}
     return Mapping(shapes, axes, rules, seed=draw(st.integers(0, 2**16)))
 
@@ -151,36 +138,27 @@ def shapes_of(q_len: int, kv_len: int, **others: tuple[int, ...]) -> dict[str, t
     return {"query": (1, HEADS, q_len, HEAD_DIM), "key": keys, "value": keys, "slopes": (HEADS,), **others}
 
 
-TILINGS = (Tiling(), Tiling(short=1024), Tiling(rows=(2, 16), few=3, blocks=512))
-BOTH_WAYS = {"is_causal": False}
+WHOLE = Tiling(short=1024)
+TILINGS = (Tiling(), WHOLE, Tiling(rows=(2, 16), few=3, blocks=512))
+BOTH_WAYS, WINDOW = {"is_causal": False}, {"is_causal": False, "window_size": 6}
 
 
 @EACH
 @given(mapping=mappings(), tiling=st.sampled_from(TILINGS), wanted=st.sets(st.sampled_from(DIFFERENTIABLE), min_size=1))
 # Slopes of a single batch entry are shared by all entries that mapping makes of it.
-@example(Mapping(shapes_of(5, 7, slopes=(1, HEADS)), {"query": 0}), TILINGS[1], {"slopes"})
-@example(
-    Mapping(shapes_of(5, 7, future_slopes=(1, HEADS)), {"key": 3, "slopes": 1}, BOTH_WAYS),
-    TILINGS[1],
-    {"future_slopes"},
-)
-# Only slopes for keys to come differ.
-@example(
-    Mapping(shapes_of(20, 33, future_slopes=(HEADS,)), {"future_slopes": 1}, BOTH_WAYS | {"window_size": 6}),
-    TILINGS[2],
-    set(DIFFERENTIABLE),
-)
-# Query and key can be read, and a plan be made; but its overlapping tiles are of what is mapped.
+@example(Mapping(shapes_of(5, 7, slopes=(1, HEADS)), {"query": 0}), WHOLE, {"slopes"})
+@example(Mapping(shapes_of(5, 7, future_slopes=(1, HEADS)), {"key": 3, "slopes": 1}, BOTH_WAYS), WHOLE, DIFFERENTIABLE)
+# Only slopes of later keys are mapped.
+@example(Mapping(shapes_of(20, 33, future_slopes=(HEADS,)), {"future_slopes": 1}, WINDOW), TILINGS[2], DIFFERENTIABLE)
+# Query and key are concrete, so there is a plan with runs of tiles; the values in them are mapped.
 @example(Mapping(shapes_of(20, 33), {"value": 1}), TILINGS[0], {"query"})
-# Masks get the axes that they lack, and two rules about who is visible meet.
-@example(Mapping(shapes_of(5, 7, mask=(5, 7)), {"mask": 1}, BOTH_WAYS), TILINGS[1], {"key"})
-@example(Mapping(shapes_of(5, 7, mask=(7,)), {"mask": 1}), TILINGS[1], {"query", "value"})
-@example(Mapping(shapes_of(5, 7, q_offset=(), mask=(1, 1, 5, 7)), {"q_offset": 0}), TILINGS[1], {"value"})
-@example(
-    Mapping(shapes_of(5, 7, q_segment_ids=(5,), kv_segment_ids=(1, 7)), {"kv_segment_ids": 2}), TILINGS[1], {"key"}
-)
-def test_whatever_is_mapped_it_equals_a_loop(
-    backend: Backend, mapping: Mapping, tiling: Tiling, wanted: set[str]
+# Masks get the axes that they lack, and two rules hide keys.
+@example(Mapping(shapes_of(5, 7, mask=(5, 7)), {"mask": 1}, BOTH_WAYS), WHOLE, {"key"})
+@example(Mapping(shapes_of(5, 7, mask=(7,)), {"mask": 1}), WHOLE, {"query", "value"})
+@example(Mapping(shapes_of(5, 7, q_offset=(), mask=(1, 1, 5, 7)), {"q_offset": 0}), WHOLE, {"value"})
+@example(Mapping(shapes_of(5, 7, q_segment_ids=(5,), kv_segment_ids=(1, 7)), {"kv_segment_ids": 2}), WHOLE, {"key"})
+def test_mapped_arguments_give_the_results_of_a_loop(
+    backend: Backend, mapping: Mapping, tiling: Tiling, wanted: Collection[str]
 ) -> None:
     array, numpy = backend.framework.array, backend.framework.numpy
     names = [name for name in mapping.shapes if name != "max_key_norm" or backend.framework is TORCH]
@@ -202,12 +180,13 @@ def test_whatever_is_mapped_it_equals_a_loop(
     def loss(weight: Any, *operands: Any) -> Any:
         return (function(*operands) * weight).sum()
 
-    mapped = vmap(backend, function, in_axes)
+    mapped = backend.framework.mapped(function, in_axes)
     with tiling.applied() if mapping.shapes["key"][-2] < 1000 else contextlib.nullcontext():
         for output, answer in zip(mapped(*placed), outputs, strict=True):
             assert_within(numpy(output), answer)
         total = grad(backend, lambda *x: (mapped(*x) * array(cotangent)).sum(), argnums)(*placed)
-        each = vmap(backend, grad(backend, loss, [i + 1 for i in argnums]), (0, *in_axes))(array(cotangent), *placed)
+        gradient = grad(backend, loss, [i + 1 for i in argnums])
+        each = backend.framework.mapped(gradient, (0, *in_axes))(array(cotangent), *placed)
     for index, of_all, of_each in zip(argnums, total, each, strict=True):
         answers = [one[names[index]] for one in by_entry]
         assert_within(numpy(of_all), mapping.over_all(names[index], answers))
@@ -215,7 +194,7 @@ def test_whatever_is_mapped_it_equals_a_loop(
             assert_within(numpy(gradient), answer)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of what maps over its kernel twice
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch warns of nested maps over its kernel
 @pytest.mark.parametrize("backend", [*BACKENDS, SDPA])
 def test_mapping_may_be_nested(backend: Backend) -> None:
     array, rng = backend.framework.array, np.random.default_rng(0)
@@ -226,8 +205,8 @@ def test_mapping_may_be_nested(backend: Backend) -> None:
     def function(query: Any, slopes: Any, mask: Any) -> Any:
         return backend.function(mask=mask)(query, array(arrays["key"]), array(arrays["value"]), slopes)
 
-    inner = vmap(backend, function, (0, 0, None))
-    actual = vmap(backend, inner, (0, 0, 1))(array(query), array(slopes), array(mask))
+    inner = backend.framework.mapped(function, (0, 0, None))
+    actual = backend.framework.mapped(inner, (0, 0, 1))(array(query), array(slopes), array(mask))
     for i, j in itertools.product(range(3), range(2)):
         entry = arrays | {"query": query[i, j], "slopes": slopes[i, j], "mask": mask[:, i]}
         assert_within(backend.framework.numpy(actual[i, j]), exact(entry, {}, query[i, j])[0])

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import alibi_core
 from alibi_core.backend.models import AlibiConfig
 from tests.support.cli import main
-from tests.support.frameworks import FRAMEWORK, NAMES_SLOW_IN_JAX
-from tests.support.layers import load, make_module, save
+from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX
+from tests.support.layers import load, make_layer, make_module, save
 from tests.support.models import Model
 
 ROOT = Path(__file__).parents[2]
@@ -31,9 +32,7 @@ ROOMS = {
     "alibi_jax": ("nn", "caches", "parallel", "conformance"),
     "alibi_mlx": ("nn", "caches", "conformance"),
 }
-
-
-# Packages by the name that the page gives them. Packages of one section share names, as far as they have them.
+# Packages by their name on the page. A name that several packages of a section share is one line.
 SECTIONS = {"The core": {"": "alibi_core"}, "The backends": {name: f"alibi_{name}" for name in BACKENDS}}
 CONSTANTS = {
     "ENTRY_POINTS": "The group of entry points under which packages register adapters.",
@@ -158,6 +157,35 @@ def mains() -> Iterator[tuple[Path, Path]]:
         yield from ((root, path) for path in (root / package).rglob("__main__.py"))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_foreign_name_is_told_the_name_here(name: str) -> None:
+    package, framework = importlib.import_module(f"alibi_{name}"), FRAMEWORK[name]
+    tensor, x = framework.array(np.zeros((1, 2, 2, 4))), framework.array(np.zeros((1, 2, 8)))
+    layer = make_layer(name, embed_dim=8, num_heads=2)
+    for function, given, told in (
+        (lambda **options: package.attention(tensor, tensor, tensor, **options), "softmax_scale", "give scale"),
+        (lambda **options: package.explain(tensor, tensor, tensor, **options), "causal", "give is_causal"),
+        (lambda **options: layer(x, **options), "attention_mask", "give mask, which takes it as it is, 1 for text"),
+        (lambda **options: layer.make_cache(1, 4).attend(tensor, **options), "sliding_window", "give window_size"),
+        (lambda **options: package.AlibiAttention(8, **options), "heads", "give num_heads"),
+        (AlibiConfig, "d_model", "give embed_dim"),
+        (AlibiConfig, "intermediate_size", "give feed_forward_dim"),
+        (alibi_core.slopes, "n_heads", "give num_heads"),
+        (lambda **options: alibi_core.bias(2, **options), "query_length", "give q_len"),
+        (alibi_core.bias, "num_heads", "give slopes, which may be the number of heads"),
+        (lambda **options: package.attention(tensor, tensor, tensor, **options), "heads", "give slopes, which may be"),
+        (alibi_core.bias, "attn_mask", None),  # bias takes no mask
+        (alibi_core.bias, "wings", None),
+    ):
+        end = "$" if told is None else re.escape(f"; {told}")
+        with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{given}'{end}"):
+            function(**{given: 1})
+    with pytest.raises(TypeError, match=r"^AlibiAttention\(\) takes x by position; name the others: mask, segment_ids"):
+        layer(x, x, x)
+    kinds = {x.kind for x in inspect.signature(package.attention).parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
 # --- What all backends have, and one text shows ---------------------------------------------------------------------
 
 
@@ -166,81 +194,42 @@ CONFIG = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
 SLOPES = (1.0, 0.5, 0.25, 0.125)
 
 
-@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"window_size": 2},
-        {"learnable_slopes": True, "slopes": SLOPES},
-        {"is_causal": False, "future_slopes": SLOPES},
-        {"implementation": "dense"},
-    ],
-    ids=lambda fields: ", ".join(fields),
+FIELDS = (
+    {"window_size": 2},
+    {"learnable_slopes": True, "slopes": SLOPES},
+    {"is_causal": False, "future_slopes": SLOPES},
+    {"implementation": "dense"},
 )
+
+
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
+@pytest.mark.parametrize("fields", FIELDS, ids=", ".join)
 def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, Any]) -> None:
-    package, framework = importlib.import_module(f"alibi_{name}"), FRAMEWORK[name]
-    config = package.AlibiConfig(**CONFIG, **fields)
-    model = make_module(name, "AlibiTransformer", config)
-    options = {x: np.asarray(y, np.float32) if "_slopes" in x or x == "slopes" else y for x, y in fields.items()}
-    options["learnable_slopes"] = fields.get("learnable_slopes", False)
-    alone, inside = make_module(name, "AlibiAttention", 16, 4, **options), model.blocks[0].attention
-    Model(name, alone).weights = Model(name, inside).weights
-    x = framework.array(np.random.default_rng(0).standard_normal((1, 9, 16)).astype(np.float32))
-    assert np.array_equal(framework.numpy(inside(x)), framework.numpy(alone(x)))
-    plain = make_module(name, "AlibiAttention", 16, 4)
-    if not fields.keys() & {"implementation", "learnable_slopes"}:
-        Model(name, plain).weights = Model(name, inside).weights
-        assert np.abs(framework.numpy(inside(x)) - framework.numpy(plain(x))).max() > 1e-3
-    assert (inside.log_slopes is not None if name != "mlx" else "log_slopes" in inside) == options["learnable_slopes"]
+    config = importlib.import_module(f"alibi_{name}").AlibiConfig
+    inside = Model(name, make_module(name, "AlibiTransformer", config(**CONFIG, **fields)).blocks[0].attention)
+    options = {x: np.asarray(y, np.float32) if isinstance(y, tuple) else y for x, y in fields.items()}
+    alone, plain = (Model(name, make_module(name, "AlibiAttention", 16, 4, **x)) for x in (options, {}))
+    for layer in (alone, plain):
+        layer.weights = {x: weight for x, weight in inside.weights.items() if x in layer.weights}
+    assert alone.weights.keys() == inside.weights.keys()
+    x = np.random.default_rng(0).standard_normal((1, 9, 16)).astype(np.float32)
+    assert np.array_equal(inside(x), alone(x))
+    if "implementation" not in fields:
+        assert np.abs(inside(x) - plain(x)).max() > 1e-3
     with pytest.raises(ValueError, match="^implementation must be one of"):
-        make_module(name, "AlibiTransformer", package.AlibiConfig(**CONFIG, implementation="fast"))
+        make_module(name, "AlibiTransformer", config(**CONFIG, implementation="fast"))
 
 
-def test_a_config_is_frozen_and_positional() -> None:
-    import dataclasses
-
-    config = AlibiConfig(3, 64)
-    assert config == AlibiConfig(num_layers=3, embed_dim=64)
-    with pytest.raises(TypeError, match="'d_model'; give embed_dim"):
-        AlibiConfig(d_model=64)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.embed_dim = 2
+def test_jax_names_weights_that_do_not_fit(tmp_path: Path) -> None:
+    alibi_jax, path = pytest.importorskip("alibi_jax"), tmp_path / "layer.safetensors"
+    save("jax", make_layer("jax", embed_dim=16, num_heads=4), path)
+    with pytest.raises(ValueError, match=r"_proj.weight in .* must have shape \(24, 24\), got \(16, 16\)"):
+        alibi_jax.load_weights(make_layer("jax", embed_dim=24, num_heads=4), path)
+    with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):
+        alibi_jax.save_weights(3, path)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
-def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -> None:
-    for module in ("torch", "jax", "flax", "mlx.core"):
-        pytest.importorskip(module)
-    tokens, path = np.asarray([[3, 1, 4, 1, 5]], np.int32), tmp_path / "model.safetensors"
-    fields = CONFIG | {"bias": True, "learnable_slopes": True, "tied_head": False, "embedding_norm": True}
-    fields["num_kv_heads"] = 2
-    models = []
-    for name in pair:
-        config = importlib.import_module(f"alibi_{name}").AlibiConfig(**fields)
-        models.append(make_module(name, "AlibiLanguageModel", config, 11))
-    save(pair[0], models[0], path)
-    load(pair[1], models[1], path)
-    one, other = (
-        FRAMEWORK[name].numpy(model(FRAMEWORK[name].array(tokens))) for name, model in zip(pair, models, strict=True)
-    )
-    np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(one).max())
-    if pair[1] == "jax":
-        import alibi_jax
-
-        small = make_module("jax", "AlibiLanguageModel", alibi_jax.AlibiConfig(**fields), 12)
-        with pytest.raises(ValueError, match=r"embedding.weight in .* must have shape \(12, 16\), got \(11, 16\)"):
-            alibi_jax.load_weights(small, path)
-        with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):
-            alibi_jax.save_weights(3, path)
-
-
-OTHERS = {
-    "heads": {"num_heads": 2},
-    "direction": {"is_causal": False},
-    "window": {"window_size": 3},
-    "slopes": {"slopes": SLOPES},
-    "law": {"law": "log"},
-}
+OTHERS = ({"num_heads": 2}, {"is_causal": False}, {"window_size": 3}, {"slopes": SLOPES}, {"law": "log"})
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
@@ -249,12 +238,12 @@ def test_weights_do_not_load_into_a_layer_that_computes_something_else(pair: tup
         pytest.importorskip(module)
     path = tmp_path / "model.safetensors"
     save(pair[0], make_module(pair[0], "AlibiTransformer", AlibiConfig(**CONFIG)), path)
-    for changes in OTHERS.values():
+    for changes in OTHERS:
         (field,) = changes
         other = make_module(pair[1], "AlibiTransformer", AlibiConfig(**CONFIG | changes))
         with pytest.raises(ValueError, match=rf"^blocks.0.attention must have .*{field}=.*, got .*{field}="):
             load(pair[1], other, path)
-    save_file(load_file(path), path)  # which says nothing of layers
+    save_file(load_file(path), path)  # without the metadata, which describes the layers
     load(pair[1], other, path)
 
 

@@ -1,4 +1,4 @@
-"""The contract is enough: a backend of sixty lines, made of what docs/backend.md names, keeps the laws of the kit."""
+"""The contract is enough: a backend of sixty lines, by docs/backend.md alone, keeps the laws of the kit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Transformers and language models of all backends: one configuration, the weights of one, the answers of one."""
+"""Transformers and language models of all backends: one configuration, one format of weights, the same results."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,26 @@ import pytest
 
 from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX, few_in_jax
+from tests.support.layers import load, save
 from tests.support.models import Model, lively_model, make_model, make_module
 
 EACH = pytest.mark.parametrize("name", NAMES)
 SMALL = AlibiConfig(num_layers=2, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
 VOCAB_SIZE = 31
+# fmt: off
+BLOCKS = {
+    "parallel": {"block": "parallel", "activation": "gelu_tanh", "embedding_norm": True, "tied_head": False},
+    "sequential": {},
+    "shared_norm": {
+        "block": "shared_norm", "norm": "rms_norm", "feed_forward_bias": False, "scale": 0.3, "clip_qkv": 0.5,
+        "qk_norm": True, "learnable_slopes": True,
+    },
+    "normed_residual": {
+        "block": "normed_residual", "norm_bias": False, "gated": True, "slopes": (0.1,) * 4, "embedding_scale": 1.0,
+        "logit_scale": 0.5,
+    },
+}
+# fmt: on
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -39,7 +55,7 @@ def lively(name: str, **changes: Any) -> Model:
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Assert that two ways of summing the float32 terms of unit size of all blocks give the same."""
+    """Assert that two sums of the float32 terms of all blocks, each of unit size, are equal to rounding."""
     terms = SMALL.embed_dim * SMALL.num_layers
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=0, atol=terms * 2.0**-23 * max(1, np.abs(expected).max()))
@@ -48,12 +64,15 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
 # --- The configuration ----------------------------------------------------------------------------------------------
 
 
-def test_config_has_the_customary_defaults() -> None:
+def test_config_is_frozen_and_positional_and_has_the_customary_defaults() -> None:
     config = AlibiConfig()
     fields = {"num_layers": 6, "embed_dim": 256, "num_heads": 8, "max_len": 256, "dropout": 0.1, "is_causal": True}
     assert {name: getattr(config, name) for name in fields} == fields
     assert config.expansion_factor == 4
     assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (1024, 300)
+    assert AlibiConfig(3, 64) == AlibiConfig(num_layers=3, embed_dim=64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.embed_dim = 2
 
 
 @pytest.mark.parametrize(
@@ -91,10 +110,13 @@ def test_config_refuses(name: str, value: Any, error: type[Exception], message: 
 
 
 @EACH
-@pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
-def test_transformer_names_the_width_it_wants(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
-        transformer(name)(normal(*shape))
+def test_transformer_names_the_width_it_wants(name: str) -> None:
+    model = transformer(name, num_layers=1)
+    for shape in ((2, 5, 27), (5, 28), (2, 3, 5, 28)):
+        with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
+            model(normal(*shape))
+    with pytest.raises(TypeError, match="^x must be an array, got .*; numpy.asarray, or that of your framework"):
+        model.inner([[0.0] * 28])
 
 
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
@@ -113,20 +135,9 @@ def test_mask_and_segments_reach_every_block(name: str) -> None:
     assert_close(model(x, mask=ids[:, None, :, None] == ids[:, None, None, :]), apart)
 
 
-@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
-@pytest.mark.parametrize("kind", ["AlibiLanguageModel", "AlibiEncoder"])
-def test_a_model_takes_the_mask_of_a_tokenizer(name: str, kind: str) -> None:
-    config = dataclasses.replace(SMALL, is_causal=kind == "AlibiLanguageModel")
-    model, text, given = make_model(name, kind, config, VOCAB_SIZE), np.arange(13) >= [[6], [0]], tokens(2, 13)
-    expected = model(given, mask=text[:, None, None, :])
-    for mask in (text, text.astype(np.int32)):
-        assert np.array_equal(model(given, mask=mask), expected)
-    assert_close(expected[:1, 6:], model(given[:1, 6:]))
-
-
-@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
-def test_caches_continue_a_sequence(name: str) -> None:
-    model, x = transformer(name), normal(3, 13, 28)
+@pytest.mark.parametrize(("name", "block"), few_in_jax(NAMES, BLOCKS))
+def test_caches_continue_a_sequence(name: str, block: str) -> None:
+    model, x = transformer(name, **BLOCKS[block]), normal(3, 13, 28)
     caches = model.inner.make_caches(3, 13)
     parts = [model(part, caches=caches) for part in np.split(x, [5, 6], axis=1)]
     assert_close(np.concatenate(parts, axis=1), model(x))
@@ -135,11 +146,9 @@ def test_caches_continue_a_sequence(name: str) -> None:
         model(x, caches=caches[:1])
     with pytest.raises(TypeError, match=r"^caches must be a list of one a block \(2\), got .*KVCache"):
         model(x, caches=caches[0])
-    with pytest.raises(TypeError, match="^x must be an array, got .*; numpy.asarray, or that of your framework"):
-        model.inner([[0.0] * 28])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # whose caches stay as they are
+@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # JAX's caches are not changed in place
 def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(name: str) -> None:
     model, x = transformer(name), normal(1, 8, SMALL.embed_dim)
     caches, expected = model.inner.make_caches(1, 20), model(x)
@@ -164,52 +173,35 @@ def test_attention_factory_replaces_attention_alone(name: str) -> None:
     model, x = make_model(name, "AlibiTransformer", SMALL, attention=alone), normal(2, 13, 28)
     assert seen == [SMALL] * SMALL.num_layers
     order = np.random.default_rng(0).permutation(13)
-    assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
+    assert_close(model(x)[:, order], model(x[:, order]))  # no token sees another
 
 
 # --- The language model ---------------------------------------------------------------------------------------------
-
-BLOCKS = {
-    "parallel": {"block": "parallel", "activation": "gelu_tanh", "embedding_norm": True, "tied_head": False},
-    "sequential": {},
-    "shared_norm": {
-        "block": "shared_norm",
-        "norm": "rms_norm",
-        "feed_forward_bias": False,
-        "scale": 0.3,
-        "clip_qkv": 0.5,
-        "qk_norm": True,
-    },
-    "normed_residual": {
-        "block": "normed_residual",
-        "norm_bias": False,
-        "gated": True,
-        "slopes": (0.1,) * 4,
-        "embedding_scale": 1.0,
-        "logit_scale": 0.5,
-    },
-}
 
 
 @pytest.mark.parametrize(("name", "block"), few_in_jax(NAMES, BLOCKS, "shared_norm"))
 def test_gradients_reach_every_weight(name: str, block: str) -> None:
     model = language_model(name, **BLOCKS[block])
     gradients = model.gradients(tokens(2, 13))
-    assert len(gradients) == len(model.weights)
+    assert len(gradients) == len(model.weights)  # so slopes that are not learnable have none
     # A key's bias adds the same to every score of a row, so its gradient is 0 but for rounding.
     assert [x for x, gradient in gradients.items() if not gradient.any() and not x.endswith("k_proj.bias")] == []
 
 
-@pytest.mark.parametrize(("name", "block"), few_in_jax(NAMES, BLOCKS, "parallel", "shared_norm"))
-def test_pytorchs_weights_give_pytorchs_answers(name: str, block: str) -> None:
-    pytest.importorskip("torch")
-    source, model = lively("torch", **BLOCKS[block]), language_model(name, **BLOCKS[block])
-    assert source.weights.keys() == model.weights.keys()
-    model.weights = source.weights
-    x = tokens(2, 13)
-    assert_close(model(x), source(x))
-    mask = np.arange(13) < 9
-    assert_close(model(x, mask=mask), source(x, mask=mask))
+PAIRS = [pytest.param(pair, id="-to-".join(pair)) for pair in (("torch", "jax"), ("jax", "mlx"), ("mlx", "torch"))]
+
+
+@pytest.mark.parametrize(("pair", "block"), few_in_jax(PAIRS, BLOCKS, "parallel", "shared_norm"))
+def test_a_model_with_the_weights_of_another_framework_gives_its_answers(
+    pair: tuple[str, str], block: str, tmp_path: Path
+) -> None:
+    for name in pair:
+        pytest.importorskip(f"alibi_{name}")
+    path, mask = tmp_path / "weights.safetensors", np.arange(13) < 9
+    source, model = (make(name, **BLOCKS[block]) for name, make in zip(pair, (lively, language_model), strict=True))
+    save(pair[0], source.inner, path)
+    load(pair[1], model.inner, path)
+    assert_close(model(tokens(2, 13), mask=mask), source(tokens(2, 13), mask=mask))
 
 
 @EACH
@@ -236,6 +228,8 @@ def test_a_model_is_made_of_a_config_for_its_direction(name: str) -> None:
             make_module(name, kind, 13, *([AlibiConfig()] if kind != "AlibiTransformer" else []))
     with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
         language_model(name, is_causal=False)
+    with pytest.raises(ValueError, match="^is_causal must be False for an encoder, got True"):
+        make_module(name, "AlibiEncoder", SMALL, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -252,6 +246,9 @@ def test_a_model_of_text_takes_a_batch_of_integers(name: str, kind: str) -> None
     ):
         with pytest.raises(error, match=f"^tokens must {message}"):
             model(given)
+    if name != "jax":  # it takes NumPy's arrays
+        with pytest.raises(TypeError, match=r"^arrays must belong to one array namespace, .* by \S+: tokens$"):
+            model(np.zeros((1, 2), np.int32))
 
 
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
@@ -265,7 +262,7 @@ def test_generate_turns_dropout_off_for_itself(name: str) -> None:
     model, prompt = lively(name, dropout=0.5), tokens(2, 5)
     assert np.array_equal(model.generate(prompt, 9), model.generate(prompt, 9))
     assert (model(prompt) != model(prompt)).any()  # it is still training
-    if name != "jax":  # whose modules have no parents that say what is being trained
+    if name != "jax":  # modules of Flax have no ``training``
         model.inner.transformer.blocks[0].eval()
         before = [module.training for module in model.inner.modules()]
         model.generate(prompt, 1)

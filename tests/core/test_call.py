@@ -14,22 +14,14 @@ IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
 
 
 def call_of(**rules: Any) -> AttentionCall:
-    query, key = np.zeros((2, 3, 7, 5), np.float32), np.zeros((2, 3, 7, 5), np.float32)
-    return AttentionCall.check(query, key, key, **rules)
+    return AttentionCall.check(*np.zeros((3, 2, 3, 7, 5), np.float32), **rules)
 
 
 def test_queries_with_the_ids_of_keys_see_their_own_key_in_every_form_of_the_call() -> None:
     call = call_of(segment_ids=IDS)
     whole = {"batch": slice(0, 2), "heads": slice(0, 3), "keys": slice(2, 7)}
-    forms = [
-        call,
-        call.with_one_batch_axis(),
-        entry_of(call, 1),
-        join_call(*split_call(call)),
-        call.map_arrays(lambda x, _: x.copy()),
-    ]
-    forms.append(call.tile(queries=slice(2, 5), **whole))
-    for form in forms:
+    forms = [call, call.with_one_batch_axis(), entry_of(call, 1), join_call(*split_call(call))]
+    for form in (*forms, call.map_arrays(lambda x, _: x.copy()), call.tile(queries=slice(2, 5), **whole)):
         assert form.sees_own_key
         assert form.every_query_attends
         assert form.bias()[1] is None
@@ -59,15 +51,13 @@ def test_nobody_claims_that_queries_see_their_own_key_who_does_not_know(rules: d
 def test_a_shift_of_positions_hides_no_mistake_of_ids() -> None:
     """A tile's own keys are those of the whole call, whose ids they have."""
     call = call_of(segment_ids=IDS, is_causal=False)
-    whole = {"batch": slice(0, 2), "heads": slice(0, 3)}
     bias = np.broadcast_to(call.bias()[0], (2, 3, 7, 7))
     for queries, keys in ((slice(2, 5), slice(1, 7)), (slice(0, 3), slice(3, 7)), (slice(4, 7), slice(0, 5))):
-        tile, attends = call.tile(queries=queries, keys=keys, **whole).bias()
-        expected = bias[:, :, queries, keys]
-        seen = np.isfinite(expected)
+        tile, attends = call.tile(batch=slice(0, 2), heads=slice(0, 3), queries=queries, keys=keys).bias()
+        seen = np.isfinite(bias[:, :, queries, keys])
         if attends is not None:
             seen = seen | ~attends  # rows that see nothing of the tile
-        assert np.array_equal(np.isfinite(np.broadcast_to(tile, expected.shape)), seen)
+        assert np.array_equal(np.isfinite(np.broadcast_to(tile, seen.shape)), seen)
 
 
 def test_a_call_without_its_arrays_is_hashable() -> None:

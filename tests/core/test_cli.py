@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,29 +45,29 @@ def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "printed"),
+    ("line", "printed"),
     [
-        (["--help"], "print slopes and horizons"),
-        (["conformance", "--help"], "PACKAGE.MODULE:NAME"),
-        (["--version"], alibi_core.__version__),
-        (["slopes", "12"], "0.088388346"),
-        (["explain", "64"], "at 64"),
+        ("--help", "print slopes and horizons"),
+        ("conformance --help", "PACKAGE.MODULE:NAME"),
+        ("--version", alibi_core.__version__),
+        ("slopes 12", "0.088388346"),
+        ("explain 64", "at 64"),
     ],
 )
-def test_tables_and_help_need_the_core_alone(arguments: list[str], printed: str) -> None:
-    result = alone(*arguments)
+def test_tables_and_help_need_the_core_alone(line: str, printed: str) -> None:
+    result = alone(*line.split())
     assert (result.returncode, result.stderr) == (0, "")
     assert printed in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["conformance"], ["golden", "write", "nowhere"], ["golden", "check", "a", "b"]])
-def test_a_missing_extra_is_named_by_the_command_that_needs_it(arguments: list[str]) -> None:
-    result = alone(*arguments)
+@pytest.mark.parametrize("line", ["conformance", "golden write nowhere", "golden check a b"])
+def test_a_missing_extra_is_named_by_the_command_that_needs_it(line: str) -> None:
+    result = alone(*line.split())
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"alibi-core: alibi_core.conformance needs safetensors; {install_hint('conformance')}\n"
 
 
-def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+def table(capsys: Any) -> list[list[str]]:
     """Return the cells of what was printed, a line a head, without the header."""
     lines = capsys.readouterr().out.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("head")) + 1
@@ -74,17 +75,15 @@ def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rule", "score_range"),
+    ("line", "rule", "score_range"),
     [
-        ([], {}, 16.0),
-        (["--scheme", "geometric", "--bias-max", "4"], {"scheme": "geometric", "bias_max": 4.0}, 16.0),
-        (["--scheme", "linear", "--score-range", "3.5"], {"scheme": "linear"}, 3.5),
+        ("slopes 12", {}, 16.0),
+        ("slopes 12 --scheme geometric --bias-max 4", {"scheme": "geometric", "bias_max": 4.0}, 16.0),
+        ("slopes 12 --scheme linear --score-range 3.5", {"scheme": "linear"}, 3.5),
     ],
 )
-def test_slopes_are_the_cores(
-    arguments: list[str], rule: dict[str, Any], score_range: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["slopes", "12", *arguments]) == 0
+def test_slopes_are_the_cores(line: str, rule: dict[str, Any], score_range: float, capsys: Any) -> None:
+    assert main(line.split()) == 0
     slopes = alibi_core.slopes(12, **rule)
     heads, printed, horizons = zip(*table(capsys), strict=True)
     assert heads == tuple(map(str, range(12)))
@@ -95,13 +94,11 @@ def test_slopes_are_the_cores(
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window_size", [None, 0, 7, 10**12])
 @pytest.mark.parametrize("length", [53, 1])
-def test_explain_counts_scores(
-    length: int, window_size: int | None, is_causal: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--num-heads", "3", "--tolerance", "0.1", "--bias-max", "2", "--score-range", "1"]
-    options += [] if is_causal else ["--no-causal"]
-    options += [] if window_size is None else ["--window-size", str(window_size)]
-    assert main(["explain", str(length), *options]) == 0
+def test_explain_counts_scores(length: int, window_size: int | None, is_causal: bool, capsys: Any) -> None:
+    line = f"explain {length} --num-heads 3 --tolerance 0.1 --bias-max 2 --score-range 1"
+    line += "" if is_causal else " --no-causal"
+    line += "" if window_size is None else f" --window-size {window_size}"
+    assert main(line.split()) == 0
     *rows, everything = table(capsys)
     back = np.arange(length)[:, None] - np.arange(length)
     visible = np.ones_like(back, dtype=bool) if window_size is None else np.abs(back) <= window_size
@@ -112,9 +109,9 @@ def test_explain_counts_scores(
     assert everything == ["all", f"{np.mean(shares):.1%}"]
 
 
-@pytest.mark.parametrize("options", [["--score-range", "1e38"], ["--bias-max", "1e308"]])
-def test_horizons_beyond_all_numbers_are_endless(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["slopes", "2", *options]) == 0
+@pytest.mark.parametrize("option", ["--score-range=1e38", "--bias-max=1e308"])
+def test_horizons_beyond_all_numbers_are_endless(option: str, capsys: Any) -> None:
+    assert main(["slopes", "2", option]) == 0
     assert [row[2] for row in table(capsys)] == ["all", "all"]
 
 
@@ -124,9 +121,7 @@ def write_baichuan(directory: Path) -> Path:
     return write(directory, config, {name: np.zeros(x.shape, np.float16) for name, x in tensors_of("baichuan").items()})
 
 
-def test_explain_says_what_the_heads_of_a_checkpoint_look_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_says_what_the_heads_of_a_checkpoint_look_at(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("torch")
     (tmp_path / "text").write_text("3 1 4\n1 5 9 2 6")
     assert main(["explain", str(write_baichuan(tmp_path)), "--tokens", str(tmp_path / "text")]) == 0
@@ -153,27 +148,25 @@ def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["explain", ""], "directory must be one that holds a checkpoint, got ''"),
-        (["explain", "nowhere"], "directory must be one that holds a checkpoint, got 'nowhere'"),
-        (["slopes", "0"], "num_heads must be at least 1, got 0"),
-        (["slopes", "-3"], "num_heads must be at least 1, got -3"),
-        (["slopes", "10000000"], "num_heads must be at most 1048576, got 10000000"),
-        (["slopes", "4", "--scheme", "x"], "scheme must be one of 'canonical', 'geometric', 'linear', got 'x'"),
-        (["slopes", "4", "--bias-max", "0"], "bias_max must be positive, got 0.0"),
-        (["slopes", "4", "--score-range", "nan"], "--score-range must be finite, got nan"),
-        (["explain", "-8"], "LENGTH must be at least 1, got -8"),
-        (["explain", "2147483647"], "lengths must stay within 2147483647 tokens"),
-        (["explain", "8", "--num-heads", "0"], "num_heads must be at least 1, got 0"),
-        (["explain", "8", "--window-size", "-1"], "window_size must not be negative, got -1"),
-        (["explain", "8", "--tolerance", "-1"], "tolerance must not be negative, got -1.0"),
+        ("explain ", "directory must be one that holds a checkpoint, got ''"),
+        ("explain nowhere", "directory must be one that holds a checkpoint, got 'nowhere'"),
+        ("slopes 0", "num_heads must be at least 1, got 0"),
+        ("slopes -3", "num_heads must be at least 1, got -3"),
+        ("slopes 10000000", "num_heads must be at most 1048576, got 10000000"),
+        ("slopes 4 --scheme x", "scheme must be one of 'canonical', 'geometric', 'linear', got 'x'"),
+        ("slopes 4 --bias-max 0", "bias_max must be positive, got 0.0"),
+        ("slopes 4 --score-range nan", "--score-range must be finite, got nan"),
+        ("explain -8", "LENGTH must be at least 1, got -8"),
+        ("explain 2147483647", "lengths must stay within 2147483647 tokens"),
+        ("explain 8 --num-heads 0", "num_heads must be at least 1, got 0"),
+        ("explain 8 --window-size -1", "window_size must not be negative, got -1"),
+        ("explain 8 --tolerance -1", "tolerance must not be negative, got -1.0"),
     ],
 )
-def test_bad_arguments_are_refused_with_the_rule(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
+def test_bad_arguments_are_refused_with_the_rule(line: str, message: str, capsys: Any) -> None:
+    assert main(line.split(" ")) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("alibi-core: ")
@@ -181,9 +174,7 @@ def test_bad_arguments_are_refused_with_the_rule(
 
 
 @pytest.mark.parametrize("config", [{}, {"alibi_slopes": [0.5, 0.1] * 3, "alibi_future_slopes": [0.03] * 6}], ids=str)
-def test_an_encoder_has_horizons_on_both_sides(
-    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_has_horizons_on_both_sides(config: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("safetensors")
     record = json.loads((Path(__file__).parents[1] / "support" / "encoders" / "jina-plain.json").read_text())
     tensors = {name: np.zeros(shape, np.float32) for name, shape in record["shapes"].items()}
@@ -202,35 +193,32 @@ def test_an_encoder_has_horizons_on_both_sides(
         assert row.split()[-3] == f"{share:.1%}"
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").mkdir()
     assert main(["explain", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("alibi-core: [Errno 21] Is a directory: ")
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["slopes"], ["slopes", "twelve"], ["slope", "12"], ["explain", "8", "--num"]]
-)
-def test_what_is_no_command_line_prints_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
+@pytest.mark.parametrize("line", ["", "slopes", "slopes twelve", "slope 12", "explain 8 --num"])
+def test_what_is_no_command_line_prints_the_usage(line: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
     assert "usage: alibi-core" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("unbuffered", "arguments"),
+    ("unbuffered", "line"),
     [
-        ("", ["slopes", "3"]),  # written at the end
-        ("", ["slopes", "9000"]),  # written when a buffer is full
-        ("1", ["conformance", "--adapter", "tests.conformance.test_kit:Right", "--law", "causal_bias"]),
+        ("", "slopes 3"),  # written at the end
+        ("", "slopes 9000"),  # written when a buffer is full
+        ("1", "conformance --adapter tests.conformance.test_kit:Right --law causal_bias"),
     ],
 )
-def test_a_reader_that_leaves_is_no_error(unbuffered: str, arguments: list[str]) -> None:
+def test_a_reader_that_leaves_is_no_error(unbuffered: str, line: str) -> None:
     read, write = os.pipe()
     os.close(read)
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    command = [sys.executable, "-m", "alibi_core", *arguments]
+    command = [sys.executable, "-m", "alibi_core", *line.split()]
     result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     os.close(write)
     printed = [line for line in result.stderr.splitlines() if not line.startswith("checking ")]
@@ -246,33 +234,23 @@ import numpy as np
 from tests.conformance.test_kit import Right, signed
 
 
-class Dies(Right):
-    def attention(self, query, key, value, slopes, is_causal, q_offset):
-        if query.shape[1] == 6:
-            os.abort()
-        return super().attention(query, key, value, slopes, is_causal, q_offset)
-
-
 class Signed:
     attention = staticmethod(signed)
 
 
-class Leaves(Right):
-    name = "[/red] leaves"
+class Bad(Right):
+    def __init__(self, name, act):
+        self.name, self.act = name, act
 
-    def attention(self, query, key, value, slopes, is_causal, q_offset):
-        os._exit(0)
-
-
-class Hangs(Right):
     def attention(self, query, key, value, slopes, is_causal, q_offset):
         if query.shape[1] == 6:
-            time.sleep(60)
+            self.act()
         return super().attention(query, key, value, slopes, is_causal, q_offset)
 
 
 def several():
-    return [Dies(), Leaves(), Hangs(), Right()]
+    dies, leaves = Bad("dies", os.abort), Bad("[/red] leaves", lambda: os._exit(0))
+    return [dies, leaves, Bad("hangs", lambda: time.sleep(60)), Right()]
 
 
 def leaves():
@@ -284,40 +262,28 @@ not_one = 3
 
 
 @pytest.fixture
-def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def adapters(tmp_path: Path, monkeypatch: Any) -> Path:
     (tmp_path / "my_adapters.py").write_text(ADAPTERS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
 
 
-def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--adapter",
-        "my_adapters:Signed",
-        "--adapter",
-        "tests.conformance.test_kit:Right",
-        "--json",
-        "report.json",
-        "--law",
-        "symmetric",
-    ]
-    assert main(["conformance", *arguments]) == 1
-    printed = capsys.readouterr().out
+def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: Any) -> None:
+    right = "--adapter tests.conformance.test_kit:Right"
+    line = f"conformance --adapter my_adapters:Signed {right} --json report.json --law symmetric"
+    assert main(line.split()) == 1
     order = ["is ALiBi", "diagnosis: Future keys are rewarded", "failed      symmetric"]
-    assert [printed.find(x) for x in order] == sorted(printed.find(x) for x in order)
-    assert all(x in printed for x in order)
+    assert re.search(".*".join(order), capsys.readouterr().out, re.DOTALL)
     content = json.loads((adapters / "report.json").read_text())
     assert [x["passed"] for x in content["reports"]] == [False, True]
-    assert main(["conformance", "--adapter", "tests.conformance.test_kit:Right", "--law", "causal"]) == 0
+    assert main(f"conformance {right} --law causal".split()) == 0
     assert "Causal attention is exact to rounding" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(
-    adapters: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--law", "grouped", "--json", "report.json", "--time-limit", "2"]
-    assert main(["conformance", "--adapter", "my_adapters:several", *options]) == 1
+def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(adapters: Path, capsys: Any) -> None:
+    options = "--law grouped --json report.json --time-limit 2"
+    assert main(f"conformance --adapter my_adapters:several {options}".split()) == 1
     assert "crashed: the process ended with signal" in capsys.readouterr().out
     dead, left, hung, right = json.loads((adapters / "report.json").read_text())["reports"]
     assert "signal 6" in dead["report"]["crash"]
@@ -327,23 +293,21 @@ def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("line", "message"),
     [
-        (["--adapter", "my_adapters:not_one"], 2, "adapter must have one of the functions"),
-        (["--adapter", "my_adapters:missing"], 2, "has no attribute 'missing'"),
-        (["--adapter", "no_such_module:x"], 2, "No module named 'no_such_module'"),
-        (["--adapter", "my_adapters:leaves"], 2, "SystemExit: 0"),
-        (["--time-limit", "inf"], 2, "--time-limit must be positive"),
-        (["--json", "nowhere/report.json"], 2, "nowhere/report.json"),
-        (["--law", "windows"], 2, "--law must be one of slopes, causal_bias"),
-        (["--seed", "-1"], 2, "--seed must not be negative"),
-        (["--adapter", "my_adapters:Signed", "--dtype", "float64"], 2, "there is no adapter to check of that dtype"),
+        ("--adapter my_adapters:not_one", "adapter must have one of the functions"),
+        ("--adapter my_adapters:missing", "has no attribute 'missing'"),
+        ("--adapter no_such_module:x", "No module named 'no_such_module'"),
+        ("--adapter my_adapters:leaves", "SystemExit: 0"),
+        ("--time-limit inf", "--time-limit must be positive"),
+        ("--json nowhere/report.json", "nowhere/report.json"),
+        ("--law windows", "--law must be one of slopes, causal_bias"),
+        ("--seed -1", "--seed must not be negative"),
+        ("--adapter my_adapters:Signed --dtype float64", "there is no adapter to check of that dtype"),
     ],
 )
-def test_what_cannot_be_checked_is_told(
-    adapters: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["conformance", *arguments]) == code
+def test_what_cannot_be_checked_is_told(adapters: Path, line: str, message: str, capsys: Any) -> None:
+    assert main(["conformance", *line.split()]) == 2
     printed = capsys.readouterr()
     assert message in " ".join(printed.err.split())
     assert printed.out == ""

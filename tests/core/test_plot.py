@@ -46,7 +46,7 @@ def test_biases_of_all_kinds_can_be_drawn() -> None:
     for arguments in ({"is_causal": False}, {"contract": "bloom"}, {"q_offset": -9}):
         figure = plot.bias(12, 5, **arguments)
         assert [ax.get_title() for ax in figure.axes[:8]] == [f"head {h}" for h in (0, 2, 3, 5, 6, 8, 9, 11)]
-        figure.savefig(io.BytesIO())
+        plot.bias(12, 5, heads=[0], **arguments).savefig(io.BytesIO())
     plot.bias(np.zeros(2), 1).savefig(io.BytesIO())
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -45,17 +44,15 @@ def names_at(door: str) -> frozenset[str]:
 def imports(module: str) -> tuple[str, ...]:
     """Return the modules of this project that a module imports, anywhere in its text."""
 
-    def found() -> Iterator[str]:
-        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module in MODULES:
-                exported = names_at(node.module)
-                for alias in node.names:
-                    name = f"{node.module}.{alias.name}"
-                    yield name if name in MODULES and alias.name not in exported else node.module
-            elif isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names if alias.name in MODULES)
-
-    return tuple(found())
+    found: list[str] = []
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.append(name if name in MODULES and alias.name not in names_at(node.module) else node.module)
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name in MODULES]
+    return tuple(found)
 
 
 def is_in(module: str, room: str) -> bool:

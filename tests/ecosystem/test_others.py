@@ -65,16 +65,12 @@ def of_transformers(kind: str, arrays: tuple[Values, ...], **options: Any) -> Va
     The layer's projections are identities: it is given query, key and value in the place of hidden states.
     """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    tokens = {"vocab_size": 11, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     width = NUM_HEADS * HEAD_DIM
     names = {"Bloom": ("hidden_size", "n_head", "n_layer"), "Mpt": ("d_model", "n_heads", "n_layers")}
     names["Falcon"] = ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    implementation = options.pop("attn_implementation", None)
-    sizes = dict(zip(names[kind], (width, NUM_HEADS, 1), strict=True))
-    config = getattr(transformers, f"{kind}Config")(**sizes, **tokens, **options)
-    if implementation is not None:
-        config._attn_implementation = implementation
-    model = getattr(transformers, f"{kind}Model")(config).eval()
+    options |= {"vocab_size": 11, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    options |= dict(zip(names[kind], (width, NUM_HEADS, 1), strict=True))
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**options)).eval()
     blocks = model.blocks if kind == "Mpt" else model.h
     attention = blocks[0].attn if kind == "Mpt" else blocks[0].self_attention
     for name in ("query_key_value", "Wqkv", "dense", "out_proj"):
@@ -111,39 +107,24 @@ def test_bloom_counts_from_the_first_key() -> None:
     assert_adds(row_of("bloom"), of_transformers("Bloom", arrays), arrays)
 
 
-def test_mpt_is_the_papers_alibi() -> None:
+def test_mpt_is_the_papers_alibi_and_takes_no_notice_of_its_bias_max() -> None:
     arrays = tensors()
-    assert_adds(-paper() * BACK, of_transformers("Mpt", arrays), arrays)
+    for options in ({}, {"attn_config": {"alibi_bias_max": 16}}):
+        assert_adds(-paper() * BACK, of_transformers("Mpt", arrays, **options), arrays)
 
 
-def test_mpt_takes_no_notice_of_its_bias_max() -> None:
-    arrays = tensors()
-    plain, configured = (
-        of_transformers("Mpt", arrays),
-        of_transformers("Mpt", arrays, attn_config={"alibi_bias_max": 16}),
-    )
-    assert np.array_equal(plain, configured)
-
-
-FALCON = {"alibi": True, "multi_query": False, "parallel_attn": False}
-
-
-@pytest.mark.parametrize("num_kv_heads", [NUM_HEADS, 2])
-def test_falcon_rounds_slopes_positions_and_bias_to_bfloat16_and_divides_it_by_the_root_of_the_head_size(
-    num_kv_heads: int,
+@pytest.mark.parametrize(
+    ("num_kv_heads", "implementation", "times"), [(NUM_HEADS, "sdpa", 1), (2, "sdpa", 1), (NUM_HEADS, "eager", 2)]
+)
+def test_falcon_rounds_its_bias_to_bfloat16_and_scales_it_like_scores_and_adds_it_twice_if_eager(
+    num_kv_heads: int, implementation: str, times: int
 ) -> None:
-    arrays, options = tensors(num_kv_heads), dict(FALCON)
+    arrays, options = tensors(num_kv_heads), {"alibi": True, "multi_query": False, "parallel_attn": False}
     if num_kv_heads < NUM_HEADS:
         options |= {"new_decoder_architecture": True, "num_kv_heads": num_kv_heads}
-    found = of_transformers("Falcon", arrays, attn_implementation="sdpa", **options)
+    found = of_transformers("Falcon", arrays, attn_implementation=implementation, **options)
     repeated = arrays[0], *(x.repeat(NUM_HEADS // num_kv_heads, axis=1) for x in arrays[1:])
-    assert_adds(row_of("falcon") * HEAD_DIM**-0.5, found, repeated)
-
-
-def test_eager_falcon_adds_its_bias_twice() -> None:
-    arrays = tensors()
-    found = of_transformers("Falcon", arrays, attn_implementation="eager", **FALCON)
-    assert_adds(2 * row_of("falcon") * HEAD_DIM**-0.5, found, arrays)
+    assert_adds(times * row_of("falcon") * HEAD_DIM**-0.5, found, repeated)
 
 
 # --- x-transformers, mlx.nn, FlexAttention ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ nnx = pytest.importorskip("flax.nnx")
 import jax.numpy as jnp  # noqa: E402
 
 import alibi_core  # noqa: E402
-from alibi_jax import TPU, KVCache, attention  # noqa: E402
+from alibi_jax import TPU, KVCache  # noqa: E402
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
-LENGTH, HEADS, KV_HEADS, HEAD_DIM = 700, 4, 2, 8
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SLOPES = jnp.asarray([1.0, 0.7, 0.5, 1.5])
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "implementation",
@@ -30,39 +31,25 @@ def tokens(length: int, heads: int = KV_HEADS, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal((2, length, heads, HEAD_DIM)), jnp.float32)
 
 
-def filled(length: int = LENGTH, max_length: int = 1000) -> KVCache:
-    cache = KVCache.make(2, KV_HEADS, max_length, HEAD_DIM)
-    for start in range(0, length, 300):
-        part = slice(start, min(start + 300, length))
-        cache = cache.append(tokens(length)[:, part], tokens(length, seed=1)[:, part])
-    return cache
-
-
-def _last_attended(cache: KVCache, query: jax.Array, implementation: Any) -> jax.Array:
-    return cache.attend(query, SLOPES, implementation=implementation)
-
-
-COMPILED = {quickly: jax.jit(_last_attended, static_argnums=2, compiler_options=QUICKLY if quickly else None)
-            for quickly in (False, True)}  # fmt: skip
-
-
-def last_attended(cache: KVCache, query: jax.Array, implementation: Any) -> jax.Array:
-    """Return attention of the last queries, the length of the cache unknown to the compiler."""
-    return COMPILED[not isinstance(implementation, str)](cache, query, implementation)
+@functools.cache
+def attended(implementation: Any) -> Any:
+    """Return compiled attention of the last queries of a cache, whose length the compiler does not know."""
+    options = None if isinstance(implementation, str) else QUICKLY
+    attend = functools.partial(KVCache.attend, slopes=SLOPES, implementation=implementation)
+    return jax.jit(attend, compiler_options=options)
 
 
 @pytest.mark.slow
 @IMPLEMENTATIONS
 def test_what_is_too_far_away_is_not_read(implementation: Any) -> None:
-    cache = filled(3500, 4000)
+    cache = KVCache.make(2, KV_HEADS, 4000, HEAD_DIM).append(tokens(3500), tokens(3500, seed=1))
     query = tokens(1, HEADS, seed=2)
-    expected = last_attended(cache, query, implementation)
+    expected = attended(implementation)(cache, query)
     # A slope of 1/2 looks back some 70 tokens; they are read in blocks of at most 1,024.
     poison = jnp.where(jnp.arange(4000) < 3500 - 1200, jnp.nan, 0)[:, None]
     poisoned = cache._replace(key=cache.key + poison, value=cache.value + poison)
-    np.testing.assert_array_equal(last_attended(poisoned, query, implementation), expected)
-    exact = last_attended(cache, query, "dense")
-    np.testing.assert_allclose(expected, exact, atol=4e-6)
+    np.testing.assert_array_equal(attended(implementation)(poisoned, query), expected)
+    np.testing.assert_allclose(expected, attended("dense")(cache, query), atol=4e-6)
 
 
 # At level 0 the compiler rounds the scores that it compares in two ways, so that none is equal to the maximum.
@@ -106,7 +93,7 @@ def test_what_an_overflow_hid_stays_nan() -> None:
     assert jnp.isnan(cache.attend(query, SLOPES)).all()
     assert jnp.isnan(cache.truncate(3).attend(query, SLOPES)).all()
     one = KVCache.make(2, KV_HEADS, 10, HEAD_DIM).append(tokens(1), tokens(1))
-    assert jnp.isnan(last_attended(one, tokens(2, HEADS), "dense")).all()  # of more queries than there are tokens
+    assert jnp.isnan(attended("dense")(one, tokens(2, HEADS))).all()  # of more queries than there are tokens
     with pytest.raises(ValueError, match=r"cache.key must have shape \(batch, num_kv_heads, max_length, head_dim\)"):
         jax.tree.map(lambda x: x[None], cache).append(tokens(1), tokens(1))
 
@@ -136,51 +123,35 @@ def test_a_cache_of_numpy_arrays_goes_on(lengths: tuple[int, int] | None) -> Non
     def following(cache: KVCache) -> jax.Array:
         counts = None if lengths is None else jnp.asarray(lengths)
         cache = cache.append(tokens(3), tokens(3), lengths=counts)
-        chosen = jax.jit(cache.select_batch)(jnp.asarray([1, 0]))
-        return chosen.truncate(4).attend(tokens(1, HEADS), SLOPES)
+        return cache.select_batch(jnp.asarray([1, 0])).truncate(4).attend(tokens(1, HEADS), SLOPES)
 
     cache = KVCache.make(2, KV_HEADS, 20, HEAD_DIM).append(tokens(3), tokens(3))
-    assert jnp.array_equal(following(jax.device_get(cache)), following(cache))
+    of_numpy = functools.partial(following, jax.device_get(cache))
+    np.testing.assert_allclose(jax.jit(of_numpy)(), jax.jit(following)(cache), atol=1e-6)
 
 
 @pytest.mark.parametrize("lengths_are_divided", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_that_are_divided_explicitly_stay_so(lengths_are_divided: bool) -> None:
     """One device is enough: a type tells the mesh axes, not how many devices these have."""
 
-    def following(cache: Any, tokens: jax.Array, **lengths: jax.Array) -> Any:
-        return cache.append(tokens, tokens, **lengths).select_batch(jnp.asarray([1, 0]))
+    @jax.jit
+    def following(cache: KVCache, new: jax.Array, lengths: jax.Array, query: jax.Array) -> tuple[KVCache, jax.Array]:
+        for counts in (lengths, None):
+            cache = cache.append(new, new, lengths=counts).select_batch(jnp.asarray([1, 0]))
+        return cache, cache.attend(query, SLOPES)
 
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     cache, lengths = KVCache.make(2, KV_HEADS, 20, HEAD_DIM), jnp.asarray([3, 1])
-    expected = following(following(cache, tokens(3), lengths=lengths), tokens(3)).attend(tokens(1, HEADS), SLOPES)
+    new, query = tokens(3), tokens(1, HEADS)
+    _, expected = following(cache, new, lengths, query)
     with jax.set_mesh(mesh):
         cache = jax.tree.map(lambda x: jax.device_put(x, divided) if x.ndim > 1 else x, cache)
-        new, lengths = jax.device_put((tokens(3), lengths), (divided, divided if lengths_are_divided else None))
-        found = following(following(cache, new, lengths=lengths), new)
+        new, query = jax.device_put((new, query), divided)
+        lengths = jax.device_put(lengths, divided if lengths_are_divided else None)
+        found, result = following(cache, new, lengths, query)
         assert [jax.typeof(x).sharding.spec[0] for x in found] == ["rows"] * 4
-        query = jax.device_put(tokens(1, HEADS), divided)
-        np.testing.assert_allclose(found.attend(query, SLOPES), expected, atol=1e-6)
-
-
-def step(cache: KVCache, tokens: tuple[jax.Array, ...]) -> tuple[KVCache, jax.Array]:
-    query, key, value = (x[:, None] for x in tokens)
-    cache = cache.append(key, value)
-    return cache, cache.attend(query, SLOPES)[:, 0]
-
-
-@pytest.mark.slow
-def test_a_scan_decodes_in_one_program_what_attention_gives() -> None:
-    query, key, value = tokens(400, HEADS, seed=2), tokens(400), tokens(400, seed=1)
-    first = KVCache.make(2, KV_HEADS, 400, HEAD_DIM)
-    scanned = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens))
-    cache, found = scanned(first, tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value)))
-    expected = attention(query, key, value, SLOPES, tolerance=0.0, implementation="dense")
-    # Keys that are left out weigh 2**-24 of values of up to 5; the rest is rounding.
-    np.testing.assert_allclose(jnp.swapaxes(found, 0, 1), expected, rtol=0, atol=4e-6)
-    assert jax.tree.structure(cache) == jax.tree.structure(first)
-    assert [x.shape for x in jax.tree.leaves(cache)] == [x.shape for x in jax.tree.leaves(first)]
-    assert int(cache.length) == 400
+        np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -194,10 +165,12 @@ def test_a_cache_can_be_mapped_and_shown_whatever_its_leaves_are() -> None:
     assert "length=traced" in str(jax.eval_shape(lambda: tree))
 
 
-def test_rows_of_different_lengths_are_decoded_in_one_program() -> None:
+@pytest.mark.parametrize("lengths", [(4, 2), pytest.param((4, 4), marks=pytest.mark.slow)])
+def test_a_scan_decodes_rows_of_any_lengths_in_one_program(lengths: tuple[int, int]) -> None:
     arrays = np.random.default_rng(0).standard_normal((3, 2, 8, 2, 4)).astype(np.float32)
     query, key, value = map(jnp.asarray, arrays)
-    prompts = KVCache.make(2, 2, 8, 4).append(key[:, :4], value[:, :4], lengths=jnp.asarray([4, 2]))
+    counts = jnp.asarray(lengths) if len({*lengths}) > 1 else None
+    prompts = KVCache.make(2, 2, 8, 4).append(key[:, :4], value[:, :4], lengths=counts)
 
     def step(cache: KVCache, i: Any) -> Any:
         cache = cache.append(*(jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (key, value)))
@@ -205,12 +178,12 @@ def test_rows_of_different_lengths_are_decoded_in_one_program() -> None:
 
     decoded = jax.jit(lambda cache: jax.lax.scan(step, cache, jnp.arange(4, 8)))
     cache, found = decoded(prompts)
-    assert cache.length.tolist() == [8, 6]
     assert "length=8" in repr(cache)
-    for row, length in enumerate((4, 2)):
+    assert np.broadcast_to(cache.length, 2).tolist() == [n + 4 for n in lengths]
+    _, overflown = decoded(cache)
+    for row, length in enumerate(lengths):
         parts = (np.concatenate([x[row, :length], x[row, 4:]]).swapaxes(0, 1) for x in arrays)
         expected = alibi_core.attention(*parts).swapaxes(0, 1)[length:]
         np.testing.assert_allclose(found[:, row], expected, rtol=1e-5, atol=1e-5)
-    _, overflown = decoded(cache)
-    assert np.isnan(overflown[:, 0]).all()  # and the second row has room for two
-    assert np.isfinite(overflown[:2, 1]).all()
+        assert np.isnan(overflown[4 - length :, row]).all()  # once there is no more room
+        assert np.isfinite(overflown[: 4 - length, row]).all()

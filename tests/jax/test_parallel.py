@@ -1,16 +1,19 @@
-"""One sequence on several devices gives the answer of one device, and little is sent for it.
+"""Several devices give the answer of one, and send little: a sequence on all, and programs divided by batch and heads.
 
-    python -m tests.jax.test_parallel NAME...        a line of JSON for each program, on eight virtual devices
+    python -m tests.jax.test_parallel NAME...        a line of JSON for each check that fails, on eight virtual devices
 
-Programs run in a process of their own: how many devices there are is told before JAX is imported. A program is compiled
+Checks run in a process of their own: how many devices there are is told before JAX is imported. A program is compiled
 once, and runs on many inputs. tests/jax/test_tpu_compile.py says what TPUs would send.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -26,11 +29,12 @@ pytest.importorskip("flax")
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from alibi_jax import TPU, attention, parallel
 from tests.support.divided import Case, assert_exact, attention_of_whole
+from tests.support.tpu_cases import INTERPRETED, QUICKLY
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,7 @@ PROGRAMS = {
     ),
     "eight devices, bfloat16": Program(Case(303, 8, slopes=(4.0, 2.0, 1.4, 0.8), dtype="bfloat16"), has_segments=True),
     "batch, tokens, one head a device": Program(Case(61, 2, batch=2, slopes=(3.0, 2.0)), 2, 2, kind=AxisType.Explicit),
-    "the TPU's kernel": Program(
-        Case(300, 2, slopes=(0.1, 0.02), kv_heads=1), implementation=TPU(128, 128, interpret=True), examples=3
-    ),
+    "the TPU's kernel": Program(Case(300, 2, slopes=(0.1, 0.02), kv_heads=1), implementation=INTERPRETED, examples=3),
 }
 
 
@@ -119,95 +121,140 @@ def check(program: Program) -> None:
         assert_exact(each, run(each.arrays()), has_segments=program.has_segments)
 
 
+def normal(batch: int, length: int, *heads: int) -> list[jax.Array]:
+    """Return a tensor, length first, for each number of heads."""
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=(batch, length, n, 4)), jnp.float32) for n in heads]
+
+
+def mesh_of(devices: int, *names: str) -> Mesh:
+    return Mesh(np.asarray(jax.devices()[:devices]).reshape((devices, *(1,) * (len(names) - 1))), names)
+
+
 def few_hops() -> None:
     """Check that steep heads take one hop, which leaves what is on far devices unread."""
-    mesh = Mesh(np.asarray(jax.devices()), ("tokens",))
-    tensors = [jnp.asarray(np.random.default_rng(n).normal(size=(1, 1024, 2, 4)), jnp.float32) for n in range(3)]
-    attend = jax.jit(lambda *x: attention_of_whole(mesh, *x, jnp.ones(2)))
+    mesh, (query, key, value) = mesh_of(8, "tokens"), normal(1, 1024, 2, 2, 2)
+    attend = jax.jit(lambda *tensors: attention_of_whole(mesh, *tensors, jnp.ones(2)))
     with jax.set_mesh(mesh):
-        spoilt = attend(*tensors[:2], tensors[2].at[:, :128].set(np.nan))
-        assert np.array_equal(attend(*tensors)[:, 256:], spoilt[:, 256:])
+        spoilt = attend(query, key, value.at[:, :128].set(np.nan))
+        assert np.array_equal(attend(query, key, value)[:, 256:], spoilt[:, 256:])
 
 
 def not_finite() -> None:
     """Check that a NaN in a key reaches every query after it, on all devices."""
-    length, heads, head_dim = 4 * 2048, 2, 4  # long shards: XLA's maximum of so many numbers ignores a NaN
-    mesh = Mesh(np.asarray(jax.devices()[:4]), ("tokens",))
-    random = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(random.normal(size=(1, length, heads, head_dim)), jnp.float32) for _ in range(3))
-    slopes = jnp.asarray([2.0, 0.5])
-
-    @jax.jit
-    def attend(query: Any, key: Any, value: Any) -> Any:
-        return attention_of_whole(mesh, query, key, value, slopes)
-
+    # Long shards: XLA's maximum of so many numbers ignores a NaN.
+    mesh, (query, key, value) = mesh_of(4, "tokens"), normal(1, 4 * 2048, 2, 2, 2)
     with jax.set_mesh(mesh):
+        attend = jax.jit(lambda *tensors: attention_of_whole(mesh, *tensors, jnp.asarray([2.0, 0.5])))
         found = attend(query, key.at[0, 5, 0].set(np.nan), value)
-        assert np.isnan(found[:, 5:, 0]).all()
-        assert np.isfinite(found[:, :, 1]).all()
+    assert np.isnan(found[:, 5:, 0]).all()
+    assert np.isfinite(found[:, :, 1]).all()
+
+
+# --- Programs divided by batch and heads ----------------------------------------------------------------------------
+
+
+@functools.cache
+def undivided() -> tuple[list[jax.Array], jax.Array, list[jax.Array]]:
+    """Return query, key, value, cotangent and slopes; segment ids; and the gradients that one device gives."""
+    arrays = [*normal(2, 300, 8, 4, 4, 8), 2.0 ** -jnp.arange(1.0, 9.0)]
+    ids = jnp.broadcast_to(jnp.arange(300) // 120, (2, 300))
+    dense = functools.partial(attention, segment_ids=ids, implementation="dense")
+    return arrays, ids, jax.jit(functools.partial(gradients, dense))(*arrays)
+
+
+def gradients(attend: Callable[..., jax.Array], *arrays: jax.Array) -> list[jax.Array]:
+    *tensors, weight, slopes = arrays
+    gradient = jax.grad(lambda tensors, slopes: jnp.sum(attend(*tensors, slopes) * weight), argnums=(0, 1))
+    by_tensors, by_slopes = gradient(tensors, slopes)
+    return [*by_tensors, by_slopes]
+
+
+def divided(way: str, implementation: TPU | None = None) -> None:
+    """Check gradients that a program gives which XLA divides, or ``shard_map``, and that no tensor is sent."""
+    arrays, ids, expected = undivided()
+    kind = AxisType.Explicit if way in ("explicit", "no mesh set", "mapped") else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+    by_head, of_entry = Spec("data", None, "heads"), Spec(None, "heads")
+
+    def local(query: Any, key: Any, value: Any, slopes: Any, ids: Any) -> jax.Array:
+        return attention(query, key, value, slopes, segment_ids=ids, implementation=implementation)
+
+    def attend(query: Any, key: Any, value: Any, slopes: Any) -> jax.Array:
+        if way == "by hand":
+            in_specs = (*[by_head] * 3, Spec("heads"), Spec("data"))
+            by_hand = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=by_head)
+            return by_hand(query, key, value, slopes, ids)
+        if way == "mapped":
+            mapped = jax.vmap(local, in_axes=(0, 0, 0, None, 0))
+            return mapped(query, key, value, slopes, jax.sharding.reshard(ids, Spec("data")))
+        if way == "mapped by hand":
+            in_specs = (*[of_entry] * 3, Spec("heads"), Spec())
+            by_hand = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=of_entry)
+            by_entry = jnp.broadcast_to(slopes, (2, 8))  # JAX cannot add up their gradients over "data" itself
+            return jax.vmap(by_hand, spmd_axis_name="data")(query, key, value, by_entry, ids)
+        return local(query, key, value, slopes, ids)
+
+    with contextlib.nullcontext() if way == "no mesh set" else jax.set_mesh(mesh):
+        specs = [by_head] * 4 + [Spec("heads") if way == "by hand" else Spec()]
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        options = None if implementation is None else QUICKLY
+        program = jax.jit(functools.partial(gradients, attend), compiler_options=options).lower(*placed).compile()
+        found = program(*placed)
+    for one, exact in zip(found, expected, strict=True):
+        # Float32, of gradients summed over 300 keys in another order.
+        assert np.abs(one - exact).max() < 300 * 2.0**-24 * np.abs(exact).max()
+        assert len(one.sharding.device_set) == 8
+    assert [x.addressable_shards[0].data.shape for x in found[:3]] == [(1, 300, n, 4) for n in (2, 1, 1)]
+    sent = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)\(", program.as_text())
+    # Gradients of slopes that all devices have. Under jax.vmap the compiler divides the mapped axis as it sees fit.
+    assert way == "mapped" or all(math.prod(int(n) for n in shape.split(",") if n) <= 8 for shape in sent), sent
 
 
 CHECKS: dict[str, Callable[[], None]] = {name: functools.partial(check, program) for name, program in PROGRAMS.items()}
 CHECKS |= {"few hops": few_hops, "not finite": not_finite}
-QUICK = ("four devices, asymmetric, window, segments", "few hops")
+QUICK = ["four devices, asymmetric, window, segments", "few hops"]
+SLOW = [name for name in CHECKS if name not in QUICK]
+WAYS = ["automatic", "explicit", "no mesh set", "mapped", "mapped by hand", "by hand"]
+WAYS.remove("mapped") if jax.__version_info__ < (0, 9) else None  # which JAX refuses before
+CHECKS |= {way: functools.partial(divided, way) for way in WAYS}
+BY_TPU = {f"{way}, the TPU's kernel": functools.partial(divided, way, INTERPRETED) for way in ("explicit", "by hand")}
+CHECKS |= BY_TPU
 
 
 def main(*names: str) -> None:
     for name in names:
-        problem = ""
         try:
             CHECKS[name]()
         except Exception:
-            problem = traceback.format_exc()[-3000:]
-        print(json.dumps([name, problem]), flush=True)
+            print(json.dumps([name, traceback.format_exc()[-3000:]]), flush=True)
 
 
-@functools.cache
-def problems(*names: str) -> dict[str, str]:
-    """Return what is wrong with programs, which run in one process."""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.jax.test_parallel", *names],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
-        check=False,
-    )
+@pytest.mark.parametrize("names", [QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in (SLOW, [*WAYS, *BY_TPU]))])
+def test_devices_give_the_exact_answer_and_gradients(names: list[str]) -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, "-W", "error", "-m", "tests.jax.test_parallel", *names]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    return dict(map(json.loads, run.stdout.splitlines()))
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in CHECKS])
-def test_devices_give_the_exact_answer_and_gradients(name: str) -> None:
-    assert problems(*(x for x in CHECKS if (x in QUICK) == (name in QUICK)))[name] == ""
+    assert dict(map(json.loads, run.stdout.splitlines())) == {}
 
 
 # --- On one device --------------------------------------------------------------------------------------------------
 
-
-def _mesh(*names: str) -> Mesh:
-    return Mesh(np.asarray(jax.devices()[:1]).reshape((1,) * len(names)), names)
+TENSORS = normal(1, 6, 4, 2, 2)
 
 
-def _tensors(length: int = 6, heads: int = 4, kv_heads: int = 2, batch: int = 1) -> tuple[jax.Array, ...]:
-    random = np.random.default_rng(0)
-    return tuple(
-        jnp.asarray(random.normal(size=(batch, length, n, 8)), jnp.float32) for n in (heads, kv_heads, kv_heads)
-    )
-
-
-def _inside(call: Callable[..., Any], mesh: Mesh, *arguments: Any, spec: Spec | None = None) -> Any:
-    spec = Spec(None, "tokens") if spec is None else spec
-    return jax.shard_map(call, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec)(*arguments)
+def inside(tensors: Any, names: tuple[str, ...] = ("tokens",), check_vma: bool = True, **options: Any) -> jax.Array:
+    """Return attention inside ``shard_map``, over mesh axes of one device: the first of tokens, the second of heads."""
+    attend = functools.partial(parallel.attention, **{"axis_name": "tokens"} | options)
+    specs = {"in_specs": (Spec(None, *names),) * 3, "out_specs": Spec(None, *names)}
+    return jax.shard_map(attend, mesh=mesh_of(1, *names), **specs, check_vma=check_vma)(*tensors)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"axis_name": "sequence"},
-            ValueError,
-            r"axis_name must name a mesh axis of .*, \('tokens',\), got 'sequence'",
-        ),
+        ({"axis_name": "sequence"}, ValueError, r"axis_name must name a mesh axis .*, \('tokens',\), got 'sequence'"),
         ({"head_axis": "heads"}, ValueError, r"head_axis must name a mesh axis of .*, \('tokens',\), got 'heads'"),
         ({"slopes": np.ones(2)}, ValueError, r"slopes must have shape \(4,\), those of all devices' heads"),
         ({"future_slopes": np.ones(2), "is_causal": False}, ValueError, r"future_slopes must have shape \(4,\)"),
@@ -215,53 +262,30 @@ def _inside(call: Callable[..., Any], mesh: Mesh, *arguments: Any, spec: Spec | 
         ({"axis_name": ("tokens",)}, TypeError, r"axis_name must be the name of one mesh axis, got \('tokens',\)"),
         ({"slopes": 4}, TypeError, "slopes must be an array of all devices' slopes"),
         ({"implementation": "dense"}, NotImplementedError, "'dense' cannot tell log-sum-exps; 'tpu' and 'tiled' can"),
+        ({"tensors": normal(1, 6, 4) + normal(1, 5, 2, 2)}, ValueError, "key must have the shard_len of query, 6, got"),
+        (
+            {"tensors": [jnp.ones((6, 4, 8))] * 3},
+            ValueError,
+            r"query must have shape \(batch, shard_len, .* \(6, 4, 8\)",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        _inside(
-            functools.partial(parallel.attention, **{"axis_name": "tokens"} | changes), _mesh("tokens"), *_tensors()
-        )
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ((jnp.ones((1, 6, 4, 8)), *[jnp.ones((1, 5, 2, 8))] * 2), "key must have the shard_len of query, 6, got 5"),
-        ([jnp.ones((6, 4, 8))] * 3, r"query must have shape \(batch, shard_len, heads, head_dim\), got \(6, 4, 8\)"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_by_name(tensors: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _inside(functools.partial(parallel.attention, axis_name="tokens"), _mesh("tokens"), *tensors)
+        inside(**{"tensors": TENSORS} | changes)
 
 
 @pytest.mark.slow
 def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
-    tensors = _tensors()
-    mesh, spec = _mesh("tokens", "other"), Spec(None, "tokens", "other")
-    with pytest.raises(
-        ValueError, match="slopes must be given, or head_axis, where query is divided along 'other' too"
-    ):
-        _inside(functools.partial(parallel.attention, axis_name="tokens"), mesh, *tensors, spec=spec)
-    with pytest.raises(ValueError, match="where query is divided along 'other' too"):  # a device's heads are unknown
-        jax.shard_map(
-            functools.partial(parallel.attention, axis_name="tokens"),
-            mesh=mesh,
-            in_specs=(spec,) * 3,
-            out_specs=spec,
-            check_vma=False,
-        )(*tensors)
-    found = _inside(
-        functools.partial(parallel.attention, axis_name="tokens", head_axis="other"), mesh, *tensors, spec=spec
-    )
-    np.testing.assert_allclose(found, attention(*tensors, implementation="dense"), atol=1e-6)
+    for check_vma in (True, False):  # either way, the heads of a device are unknown
+        with pytest.raises(ValueError, match="slopes must be given, or head_axis, .* divided along 'other' too"):
+            inside(TENSORS, ("tokens", "other"), check_vma=check_vma)
+    found = inside(TENSORS, ("tokens", "other"), head_axis="other")
+    np.testing.assert_allclose(found, attention(*TENSORS, implementation="dense"), atol=1e-6)
 
 
 def test_nothing_gives_nothing() -> None:
-    tensors = _tensors(batch=0)
-    attend = functools.partial(parallel.attention, axis_name="tokens")
-    assert _inside(attend, _mesh("tokens"), *tensors).shape == tensors[0].shape
+    assert inside(normal(0, 6, 4, 2, 2)).shape == (0, 6, 4, 4)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """MLX alone: its transformations, its modules, caches and files, and where MLX itself falls short."""
 
+import functools
 import threading
 
 import numpy as np
@@ -18,40 +19,22 @@ BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 11, 7
 EMBED_DIM = 13
 
 
-def tensors(*batch):
-    return (
-        normal(*batch, HEADS, Q_LEN, HEAD_DIM, seed=1),
-        normal(*batch, KV_HEADS, KV_LEN, HEAD_DIM, seed=2),
-        normal(*batch, KV_HEADS, KV_LEN, HEAD_DIM, seed=3),
-    )
+def tensors():
+    sizes = ((HEADS, Q_LEN), (KV_HEADS, KV_LEN), (KV_HEADS, KV_LEN))
+    return [normal(BATCH, *size, HEAD_DIM, seed=seed) for seed, size in enumerate(sizes)]
 
 
-def float64(values):
-    return mx.array(np.asarray(values), dtype=mx.float64)
+# --- The core on MLX arrays -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_cpu():
-    """The device that has float64."""
-    with mx.stream(mx.cpu):
-        yield
-
-
-# The core on MLX arrays
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_float64_slopes_are_not_rounded_to_float32():
-    assert np.array_equal(
-        MLX.numpy(alibi_core.slopes(12, xp=mx, dtype=mx.float64)), alibi_core.slopes(12, dtype=np.float64)
-    )
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_namespace_computes_the_exponential_of_float64_in_float64():
+def test_float64_is_not_rounded_to_float32():
     x = np.linspace(-40, 0, 101)
+    with mx.stream(mx.cpu):  # the device that has float64
+        slopes = MLX.numpy(alibi_core.slopes(12, xp=mx, dtype=mx.float64))
+        exponentials = MLX.numpy(namespace_of(xp=mx).exp(mx.array(x, dtype=mx.float64)))
+    assert np.array_equal(slopes, alibi_core.slopes(12, dtype=np.float64))
     # The rounded constant e, raised to the power x, is off by |x| roundings.
-    np.testing.assert_allclose(MLX.numpy(namespace_of(xp=mx).exp(float64(x))), np.exp(x), rtol=(2 + 40) * 2.0**-53)
+    np.testing.assert_allclose(exponentials, np.exp(x), rtol=(2 + 40) * 2.0**-53)
 
 
 def test_dtypes_of_other_libraries_are_refused():
@@ -59,16 +42,13 @@ def test_dtypes_of_other_libraries_are_refused():
         alibi_core.bias(HEADS, 3, xp=mx, dtype=np.float32)
 
 
-# Implementations
+# --- Implementations ------------------------------------------------------------------------------------------------
 
 
 def test_streams_may_differ():
-    query, key, value = tensors(BATCH)
+    query, key, value = tensors()
     streams = [mx.new_stream(mx.cpu) for _ in range(3)]
-    moved = []
-    for stream, x in zip(streams, (query, key, value), strict=True):
-        with mx.stream(stream):
-            moved.append(x + 0)
+    moved = [mx.add(x, 0, stream=stream) for stream, x in zip(streams, (query, key, value), strict=True)]
     assert_close(attention(*moved), attention(query, key, value, implementation="dense"), terms=KV_LEN)
 
 
@@ -91,20 +71,18 @@ def test_what_another_thread_has_yet_to_compute_is_refused_by_name():
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
 def test_no_queries_and_many_keys(implementation):
     # MLX crashes now and then in a product that has no rows.
-    key = normal(2, 3, 200, 5)
+    query, key = mx.zeros((2, 6, 0, 5)), normal(2, 3, 200, 5)
+    attend = functools.partial(attention, query, implementation=implementation)
     for _ in range(50):
-        query = mx.zeros((2, 6, 0, 5))
-        result = attention(query, key, key, implementation=implementation)
-        gradient = mx.grad(lambda key: attention(query, key, key, implementation=implementation).sum())(key)  # noqa: B023
-        assert result.shape == (2, 6, 0, 5)
-        assert not mx.any(gradient)
+        assert attend(key, key).shape == (2, 6, 0, 5)
+        assert not mx.any(mx.grad(lambda key: attend(key, key).sum())(key))
 
 
-# Transformations
+# --- Transformations ------------------------------------------------------------------------------------------------
 
 
 def test_a_mapped_axis_may_be_empty():
-    query, key, value = tensors(BATCH)
+    query, key, value = tensors()
     mapped = mx.zeros((0, *query.shape))
     function = mx.vmap(lambda query: attention(query, key, value, implementation="tiled"))
     assert function(mapped).shape == mapped.shape
@@ -132,7 +110,7 @@ def test_points_are_mapped_and_compiled_with_their_gradients():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_compiled_attention_follows_its_arguments(implementation):
     function = mx.compile(lambda q, k, v, s, o: attention(q, k, v, s, q_offset=o, implementation=implementation))
-    query, key, value = tensors(BATCH)
+    query, key, value = tensors()
     slopes = alibi_core.slopes(HEADS, xp=mx)
     for offset in (mx.array(6), mx.array([3, -2])):  # two shapes, two traces; then only the values change
         for step in (0, 1):
@@ -141,7 +119,7 @@ def test_compiled_attention_follows_its_arguments(implementation):
             assert_close(function(*arguments), expected, terms=KV_LEN)
 
 
-# The layer as an MLX module
+# --- The layer as an MLX module -------------------------------------------------------------------------------------
 
 
 def layer_of(**arguments):
@@ -154,7 +132,7 @@ def test_learnable_slopes_of_low_precision_load_as_float32():
     values = mx.array([-0.5, -1.0, -2.25, -3.0, -4.0, -5.0]).astype(mx.bfloat16)
     layer.load_weights([("log_slopes", values)], strict=False)
     assert layer.log_slopes.dtype == mx.float32
-    assert np.array_equal(MLX.numpy(layer.log_slopes), MLX.numpy(values))
+    assert mx.array_equal(layer.log_slopes, values)
 
 
 def test_given_slopes_may_be_a_numpy_shard():

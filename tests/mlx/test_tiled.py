@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,14 @@ from alibi_mlx import attention  # noqa: E402
 
 
 def test_a_tolerance_of_zero_evaluates_nothing() -> None:
-    query, key, value = (mx.random.normal((1, 2, 1100, 4)) for _ in range(3))
+    tensors = [mx.random.normal((1, 2, 1100, 4)) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "eval", lambda *arrays: pytest.fail("evaluated"))
-        result = attention(query, key, value, tolerance=0.0)
-    np.testing.assert_allclose(
-        np.asarray(result), np.asarray(attention(query, key, value, implementation="dense")), atol=2e-6
-    )
+        result = attention(*tensors, tolerance=0.0)
+    np.testing.assert_allclose(result, attention(*tensors, implementation="dense"), atol=2e-6)
 
 
-@pytest.mark.parametrize("lengths", [pytest.param((17, 16)), pytest.param((17, 1025), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lengths", [(17, 16), pytest.param((17, 1025), marks=pytest.mark.slow)])
 def test_compiled_gradients_are_those_that_are_not(lengths: tuple[int, int]) -> None:
     names, rng = ("query", "key", "value", "slopes", "future_slopes"), np.random.default_rng(0)
     shapes = [(1, 4, lengths[0], 5), *[(1, 2, lengths[1], 5)] * 2, (4,), (4,)]
@@ -42,7 +39,7 @@ def test_compiled_gradients_are_those_that_are_not(lengths: tuple[int, int]) -> 
             gradient = mx.grad(total, argnums=list(range(len(wanted))))
             found, expected = (f(*(arrays[n] for n in wanted)) for f in (mx.compile(gradient), gradient))
             for one, other in zip(found, expected, strict=True) if len(wanted) > 1 else [(found, expected)]:
-                np.testing.assert_allclose(np.array(one), np.array(other), rtol=2e-5, atol=2e-5)
+                np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
 COMPILED_AT_SEVERAL_LENGTHS = """
@@ -69,15 +66,6 @@ def test_a_new_length_has_no_kernel_compiled(tmp_path: Path) -> None:
     assert kernels[3] == kernels[4] == kernels[5]
 
 
-def peak(compute: Callable[[], Any]) -> int:
-    """Return the most memory that a call takes beyond what there is, in bytes."""
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(compute())
-    return mx.get_peak_memory() - before
-
-
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", [{}, pytest.param({"is_causal": False}, marks=pytest.mark.slow)])
 def test_memory_grows_with_the_length_alone(form: dict[str, Any], compiled: bool) -> None:
@@ -88,7 +76,11 @@ def test_memory_grows_with_the_length_alone(form: dict[str, Any], compiled: bool
         mx.eval(tensors)
         both = wrap(mx.value_and_grad(lambda *x: attention(*x, **form).sum(), argnums=(0, 1, 2)))
         mx.eval(both(*tensors))  # what is made only once
-        rows[length] = peak(lambda: both(*tensors))  # noqa: B023
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(both(*tensors))
+        rows[length] = mx.get_peak_memory() - before
     scores = 4 * 2 * 2048**2
     assert rows[2048] < scores  # attention that holds all scores takes several times as much
     assert rows[2048] < 2.5 * rows[1024]

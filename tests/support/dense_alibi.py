@@ -6,15 +6,18 @@ Importing this registers ``DENSE`` as an attention implementation. It reads the 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, BloomModel
 from transformers.masking_utils import eager_mask
 
 import alibi_core
 
+# Models' argument that is a cache, which transformers 5.24 renamed.
+CACHE = "cache" if "cache" in inspect.signature(BloomModel.forward).parameters else "past_key_values"
 DENSE = "dense-alibi"
 VOCABULARY = 53
 FINER = 2 * 2 * 2.0 ** (24 - 53)  # twice the loss of float32, on each side of a comparison in float64

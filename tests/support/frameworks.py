@@ -15,17 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alibi_core.capabilities import LIBRARIES as CAPABILITIES
+
 
 @dataclass(frozen=True)
 class Framework:
-    """An array namespace and how values get in and out of it; the floating dtypes that it has by default."""
+    """An array namespace and how values get in and out of it."""
 
     name: str
     module: str
-    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The floating dtypes that it has by default."""
+        return CAPABILITIES[self.module].dtypes
 
     @property
     def xp(self) -> Any:
@@ -87,13 +93,19 @@ class Framework:
             return jax.jit(function)
         return self.xp.compile(function) if self.name == "mlx" else function
 
+    def mapped(self, function: Callable[..., Any], axes: Any = 0) -> Callable[..., Any]:
+        """Return ``function`` through the framework's ``vmap``, over these axes of its arguments."""
+        if self.name == "torch":
+            return importlib.import_module("torch").func.vmap(function, axes)
+        return (importlib.import_module("jax") if self.name == "jax" else self.xp).vmap(function, axes)
 
-NUMPY = Framework("numpy", "numpy", ("float32", "float16", "float64"))
-STRICT = Framework("array_api_strict", "array_api_strict", ("float32", "float64"))
-TORCH = Framework("torch", "torch", ("float32", "float16", "bfloat16", "float64"))
+
+NUMPY = Framework("numpy", "numpy")
+STRICT = Framework("array_api_strict", "array_api_strict")
+TORCH = Framework("torch", "torch")
 JAX = Framework("jax", "jax.numpy")
 MLX = Framework("mlx", "mlx.core")
-DASK = Framework("dask", "dask.array", ("float32", "float64"))
+DASK = Framework("dask", "dask.array")
 
 
 @dataclass(frozen=True)
@@ -106,9 +118,7 @@ class Backend:
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.module}[{self.implementation}]" if self.implementation else f"{self.module}[{self.framework.name}]"
-        )
+        return f"{self.module}[{self.implementation or self.framework.name}]"
 
     @property
     def is_length_first(self) -> bool:
@@ -160,14 +170,13 @@ class Backend:
 
         They are named as the arguments they are, slopes among them.
         """
-        names = tuple(tensors if wanted is None else wanted)
+        names, array = tuple(tensors if wanted is None else wanted), self.framework.array
+        of_slopes = "float64" if dtype == "float64" else "float32"
         placed = {
-            name: self.framework.array(x, "float64" if dtype == "float64" else "float32")
-            if "slopes" in name
-            else self.framework.array(self.layout(x), dtype)
+            name: array(x, of_slopes) if "slopes" in name else array(self.layout(x), dtype)
             for name, x in tensors.items()
         }
-        weight = self.framework.array(self.layout(cotangent), dtype)
+        weight = array(self.layout(cotangent), dtype)
         attention = self.function(**self.framework.placed(arguments))
 
         def function(*tensors: Any) -> Any:
@@ -206,8 +215,8 @@ GRADIENTS = {"torch": _torch_gradients, "jax": _jax_gradients, "mlx": _mlx_gradi
 
 def param(item: Any, name: str, framework: Framework, *marks: Any) -> Any:
     module = framework.module.partition(".")[0]
-    missing = importlib.util.find_spec(module) is None
-    return pytest.param(item, id=name, marks=[pytest.mark.skipif(missing, reason=f"{module} is not installed"), *marks])
+    skips = pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
+    return pytest.param(item, id=name, marks=[skips, *marks])
 
 
 def backend_param(framework: Framework, module: str, implementation: str | None, *marks: Any) -> Any:

@@ -51,20 +51,9 @@ class Tiling:
 
     @property
     def sizes(self) -> horizon.Tiling:
-        return horizon.Tiling(
-            q_block=self.rows[1],
-            kv_block=1,
-            most_blocks=self.blocks,
-            part_elements=self.plan_elements,
-            worthwhile=0,
-            norm_bounds=norm_bounds,
-            few=self.few,
-            rows=self.rows,
-            bias_elements=self.bias_elements,
-            call_scores=self.call_scores,
-            kernel_elements=self.kernel_elements,
-            short=self.short,
-        )
+        given = vars(self).copy()
+        given |= {"most_blocks": given.pop("blocks"), "part_elements": given.pop("plan_elements")}
+        return horizon.Tiling(q_block=self.rows[1], kv_block=1, worthwhile=0, norm_bounds=norm_bounds, **given)
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
         return horizon.tiled_as(self.sizes)
@@ -72,19 +61,8 @@ class Tiling:
 
 def planned_from(keys: int) -> contextlib.AbstractContextManager[None]:
     """Have PyTorch measure, and leave out what norms prove not to matter, from so many keys on."""
-    return horizon.tiled_as(
-        horizon.Tiling(
-            256,  # at least the rows of a tile
-            128,
-            worthwhile=20,
-            norm_bounds=norm_bounds,
-            few=16,
-            rows=(64, 256),
-            bias_elements=2**22,
-            call_scores=15_000,
-            short=keys,
-        )
-    )
+    sizes = {"rows": (64, 256), "few": 16, "bias_elements": 2**22, "call_scores": 15_000, "short": keys}
+    return horizon.tiled_as(horizon.Tiling(256, 128, worthwhile=20, norm_bounds=norm_bounds, **sizes))
 
 
 TILINGS = st.builds(

@@ -89,10 +89,8 @@ def test_is_the_dense_model_with_the_bias_added(family: str, which: str, length:
 @pytest.mark.parametrize("where", PADDING)
 def test_padding_is_not_seen_and_counts_as_distance(family: str, where: str) -> None:
     tokens, mask = tokens_of(2, 17), torch.tensor(PADDING[where])
-    wanted, model = (
-        hidden(dense_of(family).double(), tokens, attention_mask=mask),
-        with_alibi(model_of(family).double()),
-    )
+    wanted = hidden(dense_of(family).double(), tokens, attention_mask=mask)
+    model = with_alibi(model_of(family).double())
     for dtype in (torch.long, torch.float32, torch.bool):
         got = hidden(model, tokens, attention_mask=mask.to(dtype))
         assert error(got, wanted) <= allowed(family)[torch.float64]  # that of padding too
@@ -252,7 +250,7 @@ def test_nothing_of_length_times_length_is_formed() -> None:
 
 
 @pytest.mark.parametrize("which", WHICH)
-def test_what_was_saved_is_loaded_by_the_same_line(family: str, which: str, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_by_the_same_line(family: str, which: str, tmp_path: Path) -> None:
     given, tokens = {name: SLOPES[name] for name in WHICH[which]}, tokens_of(2, 44)
     model = with_alibi(model_of(family, AutoModelForMaskedLM), **given)
     wanted = model(tokens).logits

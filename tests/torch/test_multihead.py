@@ -104,12 +104,8 @@ def test_positions_and_their_distance_and_law(need_weights: bool) -> None:
     module.load_state_dict(plain.state_dict())
     x, points = torch.randn(BATCH, Q_LEN, EMBED), torch.randn(BATCH, Q_LEN, 2) * 5
     bias = alibi_core.bias_from_positions(SLOPES, points, points, distance="euclidean", law="log", is_causal=False)
-    for found, right in zip(
-        module(x, x, x, need_weights=need_weights, positions=points),
-        plain(x, x, x, need_weights=need_weights, attn_mask=bias.flatten(0, 1)),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, right)
+    found = module(x, x, x, need_weights=need_weights, positions=points)
+    torch.testing.assert_close(found, plain(x, x, x, need_weights=need_weights, attn_mask=bias.flatten(0, 1)))
 
 
 def test_dropout_of_weights_is_pytorchs() -> None:
@@ -200,7 +196,7 @@ def test_sequences_of_a_nested_tensor_are_attended_to_one_by_one(batch_first: bo
 def test_decoder_layers_and_compiled_modules_take_it() -> None:
     module, plain = pair(batch_first=True)
     x, padding = torch.randn(BATCH, KV_LEN, EMBED), hidden(BATCH, KV_LEN)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     for mask in (padding, as_numbers(padding)):
         found = compiled(x, x, x, key_padding_mask=mask, need_weights=False)[0]
@@ -212,25 +208,24 @@ def test_decoder_layers_and_compiled_modules_take_it() -> None:
     torch.testing.assert_close(decoder(x[:, :3], x, tgt_mask=causal[:3, :3]), alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_it_exports_for_any_batch_and_length(strict: bool) -> None:
-    torch._dynamo.reset()
+class SelfAttention(nn.Module):
+    """A module of a user's own around attention."""
 
-    class SelfAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = pair(batch_first=True)[0]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = pair(batch_first=True)[0]
 
-        def forward(self, x: Tensor, padding: Tensor, mask: Tensor) -> Tensor:
-            found: Tensor = self.inner(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0]
-            return found
+    def forward(self, x: Tensor, padding: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0]
 
+
+def test_it_exports_for_any_batch_and_length() -> None:
     def given(batch: int, length: int) -> tuple[Tensor, ...]:
         return torch.randn(batch, length, EMBED), hidden(batch, length), hidden(length, length)
 
     module, batch, length = SelfAttention(), torch.export.Dim("batch"), torch.export.Dim("length")
     shapes = {0: batch, 1: length}, {0: batch, 1: length}, {0: length, 1: length}
-    exported = torch.export.export(module, given(2, 5), dynamic_shapes=shapes, strict=strict)
+    exported = torch.export.export(module, given(2, 5), dynamic_shapes=shapes, strict=False)
     for inputs in (given(3, 9), given(1, 40)):
         torch.testing.assert_close(exported.module()(*inputs), module(*inputs), rtol=0, atol=2e-6)
 

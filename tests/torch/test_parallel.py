@@ -302,14 +302,10 @@ def tensor_parallel() -> None:
     with torch.no_grad():
         steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(8)], dim=1)
         _alike(steps, layer(x))
-    for sizes, message in (
-        ((6, 6), "num_heads must be divisible by the 4"),
-        ((8, 2), "num_kv_heads must be divisible"),
-    ):
-        heads, kv_heads = sizes
-        uneven, divided = AlibiAttention(24, heads, num_kv_heads=kv_heads), parallel.TensorParallelAttention()
-        with pytest.raises(ValueError, match=message):
-            parallelize_module(uneven, whole, divided)
+    for heads, kv_heads, name in ((6, 6, "num_heads"), (8, 2, "num_kv_heads")):
+        uneven = AlibiAttention(24, heads, num_kv_heads=kv_heads)
+        with pytest.raises(ValueError, match=f"{name} must be divisible by the 4"):
+            parallelize_module(uneven, whole, parallel.TensorParallelAttention())
     with pytest.raises(TypeError, match="of no derived class, got ShardedAttention"):
         parallelize_module(layer, whole, parallel.TensorParallelAttention())
 
@@ -439,14 +435,16 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _tensors(length: int = 6, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+def _tensors() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(1, n, length, 8, generator=generator) for n in (heads, kv_heads, kv_heads))
+    return [torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2, 2)]
 
 
 def _attend(**changes: Any) -> torch.Tensor:
-    arguments = dict(zip(("query", "key", "value"), _tensors(), strict=True)) | changes
-    return parallel.attention(**arguments)
+    return parallel.attention(**dict(zip(TENSORS, _tensors(), strict=True)) | changes)
+
+
+SHORT = torch.ones(1, 2, 5, 8)  # a tensor of fewer tokens
 
 
 def _square() -> DeviceMesh:
@@ -455,66 +453,74 @@ def _square() -> DeviceMesh:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error", "message"),
     [
-        ({"slopes": torch.ones(2)}, r"slopes must have shape \(4,\), those of all processes' heads \(4\), got \(2,\)"),
-        ({"future_slopes": torch.ones(2), "is_causal": False}, r"future_slopes must have shape \(4,\)"),
-        ({"length": 7}, "length must be between 1 and the 6 tokens"),
-        ({"key": torch.ones(1, 2, 5, 8), "value": torch.ones(1, 2, 5, 8)}, "key must have the shard_len of query, 6"),
-        ({"query": torch.ones(4, 6, 8)}, r"query must have shape \(batch, heads, shard_len, head_dim\), got"),
-        ({"value": torch.ones(1, 2, 5, 8)}, "value must have the shape of key"),
-        ({"axis_name": "tokens"}, "axis_name must be None where group is no torch.distributed.DeviceMesh"),
-        ({"key": torch.ones(1, 2, 6, 8, device="meta")}, "key must be on the device of query, cpu, got meta"),
-        ({"implementation": "splash"}, "implementation must be one of"),
+        ({"slopes": torch.ones(2)}, ValueError, r"slopes must have shape \(4,\), those of all .* \(4\), got \(2,\)"),
+        ({"future_slopes": torch.ones(2), "is_causal": False}, ValueError, r"future_slopes must have shape \(4,\)"),
+        ({"length": 7}, ValueError, "length must be between 1 and the 6 tokens"),
+        ({"key": SHORT, "value": SHORT}, ValueError, "key must have the shard_len of query, 6"),
+        ({"query": SHORT[0]}, ValueError, r"query must have shape \(batch, heads, shard_len, head_dim\), got"),
+        ({"value": SHORT}, ValueError, "value must have the shape of key"),
+        ({"axis_name": "tokens"}, ValueError, "axis_name must be None where group is no torch.distributed.DeviceMesh"),
+        (
+            {"key": torch.ones(1, 2, 6, 8, device="meta")},
+            ValueError,
+            "key must be on the device of query, cpu, got meta",
+        ),
+        ({"implementation": "splash"}, ValueError, "implementation must be one of"),
+        ({"group": 3}, TypeError, "group must be a torch.distributed.ProcessGroup"),
+        ({"slopes": 4}, TypeError, "slopes must be an array of all processes' slopes"),
     ],
 )
-def test_wrong_values_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_wrong_arguments_are_refused_by_name(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         _attend(**changes)
 
 
 @pytest.mark.usefixtures("alone")
-def test_meshes_without_such_a_dimension_are_refused_by_name() -> None:
-    mesh = _square()
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"axis_name": 1}, TypeError, "axis_name must be the name of one mesh dimension, got 1"),
+        ({"axis_name": "x"}, ValueError, r"axis_name must name a dimension of the mesh, \('data', 'tokens'\), got 'x'"),
+        ({"axis_name": "tokens", "head_axis": "heads"}, ValueError, "head_axis must name a dimension of the mesh"),
         (
-            {"axis_name": "sequence"},
-            r"axis_name must name a dimension of the mesh, \('data', 'tokens'\), got 'sequence'",
+            {"axis_name": "tokens", "head_axis": "tokens"},
+            ValueError,
+            "axis_name and head_axis must differ, got 'tokens'",
         ),
-        ({"axis_name": "tokens", "head_axis": "heads"}, r"head_axis must name a dimension of the mesh"),
-        ({"axis_name": "tokens", "head_axis": "tokens"}, "axis_name and head_axis must differ, got 'tokens' for both"),
-        ({}, "axis_name must name a dimension of a mesh that has several"),
-        (
-            {"group": mesh["tokens"], "head_axis": "tokens"},
-            "axis_name and head_axis must differ, got 'tokens' for both",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            _attend(**{"group": mesh} | options)
-    tensors = [x.to("meta") for x in _tensors()]
-    for options in ({"group": mesh, "axis_name": "tokens"}, {}):
-        with pytest.raises(ValueError, match="query must be on a device that the process group has a backend for"):
-            parallel.attention(*tensors, **options)
+        ({"head_axis": "tokens"}, ValueError, "axis_name must name a dimension of a mesh that has several"),
+    ],
+)
+def test_mesh_dimensions_that_do_not_exist_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _attend(group=_square(), **options)
 
 
 @pytest.mark.usefixtures("alone")
-def test_wrong_kinds_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup"):
-        _attend(group=3)
-    with pytest.raises(TypeError, match="axis_name must be the name of one mesh dimension, got 1"):
-        _attend(group=_square(), axis_name=1)
-    with pytest.raises(TypeError, match="slopes must be an array of all processes' slopes"):
-        _attend(slopes=4)
+def test_a_dimension_of_a_mesh_by_itself_is_that_of_tokens() -> None:
+    with pytest.raises(ValueError, match="axis_name and head_axis must differ, got 'tokens' for both"):
+        _attend(group=_square()["tokens"], head_axis="tokens")
 
 
-def test_without_processes_there_is_nothing_to_divide_among() -> None:
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_mesh", [False, True])
+def test_a_device_that_the_group_has_no_backend_for_is_refused(is_mesh: bool) -> None:
+    options = {"group": _square(), "axis_name": "tokens"} if is_mesh else {}
+    with pytest.raises(ValueError, match="query must be on a device that the process group has a backend for"):
+        parallel.attention(*(x.to("meta") for x in _tensors()), **options)
+
+
+def test_a_process_group_is_required() -> None:
     with pytest.raises(RuntimeError, match="torch.distributed must be initialized"):
         _attend()
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("batch", [0, 1])
-def test_one_process_alone_and_nothing_at_all(batch: int) -> None:
+def test_one_process_computes_plain_attention_of_any_batch(batch: int) -> None:
     tensors = [x[:batch] for x in _tensors()]
     torch.testing.assert_close(
         parallel.attention(*tensors), attention(*tensors, implementation="dense"), rtol=0, atol=2.0**-20
@@ -524,9 +530,9 @@ def test_one_process_alone_and_nothing_at_all(batch: int) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda call: torch.func.grad(lambda x: call(x).sum())])
 def test_functional_transforms_are_refused_before_anything_is_sent(transform: Any) -> None:
-    query, key, value = _tensors()
+    query, *others = _tensors()
     with pytest.raises(NotImplementedError, match="no torch.func transforms"):
-        transform(lambda query: parallel.attention(query, key, value))(query)
+        transform(lambda query: parallel.attention(query, *others))(query)
 
 
 @pytest.mark.usefixtures("alone")
@@ -539,12 +545,10 @@ def test_compiled_functions_leave_the_call_as_it_is() -> None:
 @pytest.mark.usefixtures("alone")
 def test_only_attention_layers_are_divided_by_head() -> None:
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("heads",))
-    with pytest.raises(
-        TypeError, match="module must be an alibi_torch.AlibiAttention itself, of no derived class, got Linear"
-    ):
-        parallelize_module(nn.Linear(4, 4), mesh, parallel.TensorParallelAttention())
-    with pytest.raises(TypeError, match="itself, of no derived class, got Derived"):
-        parallelize_module(type("Derived", (AlibiAttention,), {})(8, 2), mesh, parallel.TensorParallelAttention())
+    for module in (nn.Linear(4, 4), type("Derived", (AlibiAttention,), {})(8, 2)):
+        message = f"must be an alibi_torch.AlibiAttention itself, of no derived class, got {type(module).__name__}"
+        with pytest.raises(TypeError, match=message):
+            parallelize_module(module, mesh, parallel.TensorParallelAttention())
     with pytest.raises(ValueError, match="module must have an alibi_torch.AlibiAttention in it"):
         parallel.tensor_parallel_plan(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="device_mesh must have one dimension"):

@@ -1,18 +1,21 @@
-"""Tiled attention in PyTorch alone: operators, compilation, autograd, strides and threads."""
+"""Tiled attention in PyTorch alone: compilation, autograd, strides, memory, padded and packed rows."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import alibi_torch  # noqa: E402
 from benchmarks.harness import peak_growth  # noqa: E402
@@ -21,41 +24,57 @@ from tests.support.tiles import Tiling  # noqa: E402
 NAMES = ("query", "key", "value", "slopes", "future_slopes")
 
 
-def learnable(length: int, is_causal: bool) -> dict[str, torch.Tensor]:
-    query, key, value = tensors((length, length), batch=1, heads=(2, 1))
-    slopes = {"slopes": torch.tensor([0.5, 0.02]), "future_slopes": torch.tensor([0.1, 0.3])}
-    inputs = {"query": query, "key": key, "value": value} | slopes
-    return {name: inputs[name] for name in (NAMES[:4] if is_causal else NAMES)}
+SLOPES = torch.tensor([1.0, 0.3, 0.0625, 0.0])
+IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2], dtype=torch.int32)
+MASK = torch.rand(2, 1, 7, 11, generator=torch.Generator().manual_seed(7)) < 0.7
+VARIANTS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "symmetric": {"is_causal": False, "window_size": 3},
+    "asymmetric": {"is_causal": False, "future_slopes": torch.tensor([0.5, 0.0, 0.1, 1.0]), "mask": MASK},
+    "by entry": {
+        "slopes": torch.rand(2, 4),
+        "future_slopes": torch.rand(2, 4),
+        "is_causal": False,
+        "q_offset": torch.tensor([3, -2], dtype=torch.int32),
+    },
+    "segments": {"segment_ids": (IDS, torch.cat([IDS, IDS[:4]])), "max_key_norm": 10.0},
+}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "reduce", "dtype"),
-    [
-        (("query",), "sum", torch.float32),
-        pytest.param(("key",), "mean", torch.float32, marks=pytest.mark.slow),
-        pytest.param(NAMES, "sum", torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_of_a_compiled_loss(wanted: tuple[str, ...], reduce: str, dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
+def tensors(
+    lengths: tuple[int, int],
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 5,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """Return query, key and value, ``[batch, heads, length, head_dim]``."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    q_len, kv_len = lengths
+    shapes = [(batch, h, n, head_dim) for h, n in ((heads[0], q_len), (heads[1], kv_len), (heads[1], kv_len))]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
-    def loss(*x: torch.Tensor) -> torch.Tensor:
-        result = alibi_torch.attention(*x[:4], future_slopes=x[4], is_causal=False)
-        return getattr(result, reduce)()
 
-    compiled = torch.compile(loss, fullgraph=True)
-    for length in (1025,) if wanted == ("query",) else (64, 1025):  # it takes seconds for each
-        inputs = learnable(length, is_causal=False)
-        inputs = {name: x if "slopes" in name else x.to(dtype) for name, x in inputs.items()}
-        inputs = {name: x.requires_grad_(name in wanted) for name, x in inputs.items()}
-        by = [inputs[name] for name in wanted]
-        grads = (torch.autograd.grad(f(*inputs.values()), by) for f in (compiled, loss))
-        for actual, expected in zip(*grads, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+def arguments_of(variant: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    arguments = dict(zip(NAMES, (*tensors((7, 11)), SLOPES), strict=False)) | VARIANTS[variant]
+    return {name: x.to(dtype, copy=True) if name in NAMES else x for name, x in arguments.items()}
+
+
+def leaves_of(arguments: dict[str, Any], names: Sequence[str] = NAMES) -> list[torch.Tensor]:
+    """Return the arguments of these names, which require gradients from now on."""
+    return [arguments[name].requires_grad_() for name in names if name in arguments]
+
+
+def tiled(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    return alibi_torch.attention(*tensors, implementation="tiled", **arguments)
+
+
+# --- Numbers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("largest", [2.0**14, 2.0**24, 2.0**40])
-@pytest.mark.parametrize("lengths", [(60, 60), (3, 1100), (300, 1100)])
+@pytest.mark.parametrize("lengths", [(60, 60), (3, 1100), (80, 1100)])
 @pytest.mark.parametrize(
     "rules", [{}, {"is_causal": False}, {"mask": torch.arange(60) > 20}], ids=["causal", "both", "mask"]
 )
@@ -64,10 +83,9 @@ def test_gradients_where_scores_are_large(rules: dict[str, Any], lengths: tuple[
         rules = {"mask": torch.arange(lengths[1]) > lengths[1] - lengths[0] + 1}  # the first queries see nothing
     query, key, value = tensors(lengths)
     query, key = query * largest**0.5, key * largest**0.5
-    slopes = torch.tensor([1.0, 0.3, 0.0625, 0.0])
 
     def gradients(implementation: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        inputs = [x.to(dtype).requires_grad_() for x in (query, key, value, slopes)]
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (query, key, value, SLOPES)]
         loss = alibi_torch.attention(*inputs, **rules, implementation=implementation).square().sum()
         # With the gradients of slopes, and without.
         return *torch.autograd.grad(loss, inputs[:3], retain_graph=True), *torch.autograd.grad(loss, inputs)
@@ -82,15 +100,30 @@ def test_gradients_where_scores_are_large(rules: dict[str, Any], lengths: tuple[
         assert ((actual - right).abs() <= budget).all()
 
 
-# --- Few queries, and norms that are known -------------------------------------------------------------------------
+def test_gradients_of_queries_that_cannot_see_a_large_key_keep_their_digits() -> None:
+    # The mean of all keys is that of the last one. Without it, scores of the others would be hundreds, and lose digits.
+    query, key, value, weight = torch.randn(4, 1, 2, 7, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    key[:, :, -1] *= 100
+
+    def gradients(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        tensors = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        result = alibi_torch.attention(*tensors, implementation=implementation)
+        return [x[:, :, :-1] for x in torch.autograd.grad((result * weight)[:, :, :-1].sum(), tensors)]
+
+    exact = gradients("dense", torch.float64)
+    for found, other in zip(gradients("tiled", torch.float32), exact, strict=True):
+        # Scores up to 10 or so are rounded by a dozen units of 2**-24 of that, and weights by as much of themselves.
+        assert (found - other).norm() <= 16 * 10 * 2**-24 * other.norm()
+
+
+# --- Norms that the caller knows ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_mapping", [False, True])
 def test_each_batch_entry_has_its_own_norms(by_mapping: bool) -> None:
     query, key, value = tensors((64, 64))
     key[1, :, 3] = 90.0
-    norms = key.norm(dim=-1).amax(dim=-1) * (1 + 2**-20)
-    slopes = torch.tensor([1.0, 0.5, 0.25, 0.1])
+    norms, slopes = key.norm(dim=-1).amax(dim=-1) * (1 + 2**-20), torch.tensor([1.0, 0.5, 0.25, 0.1])
 
     def one(*x: torch.Tensor) -> torch.Tensor:
         return tiled(*x[:3], slopes, max_key_norm=x[3])
@@ -100,19 +133,17 @@ def test_each_batch_entry_has_its_own_norms(by_mapping: bool) -> None:
         result = (torch.func.vmap(one) if by_mapping else one)(query, key, value, norms)
         offsets = torch.zeros(2, dtype=torch.int32)
         by_offset = tiled(query, key, value, slopes, max_key_norm=norms, q_offset=offsets)
-    torch.testing.assert_close(result, expected, rtol=0, atol=4e-6)
-    torch.testing.assert_close(by_offset, expected, rtol=0, atol=4e-6)
+    for found in (result, by_offset):
+        torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("number", [0.0, 1e30])
-def test_any_norm_that_is_no_less_will_do(number: float) -> None:
+def test_a_key_norm_may_be_any_upper_bound(number: float) -> None:
     query, key, value = tensors((64, 64))
     key = key * 0 if number == 0 else key
+    expected = alibi_torch.attention(query, key, value, implementation="dense")
     with Tiling().applied():
-        result = tiled(query, key, value, max_key_norm=number)
-    torch.testing.assert_close(
-        result, alibi_torch.attention(query, key, value, implementation="dense"), rtol=0, atol=2e-6
-    )
+        torch.testing.assert_close(tiled(query, key, value, max_key_norm=number), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -133,65 +164,57 @@ def test_bad_norms_are_refused(norm: object, error: type[Exception], message: st
         tiled(*tensors((5, 7)), max_key_norm=norm)
 
 
-# --- As operators of PyTorch ---------------------------------------------------------------------------------------
-
-OFFSETS = torch.tensor([3, -2], dtype=torch.int32)
-IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2], dtype=torch.int32)
-MASK = torch.rand(2, 1, 7, 11, generator=torch.Generator().manual_seed(7)) < 0.7
-VARIANTS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "symmetric": {"is_causal": False, "window_size": 3},
-    "asymmetric": {"is_causal": False, "future_slopes": torch.tensor([0.5, 0.0, 0.1, 1.0]), "mask": MASK},
-    "by entry": {
-        "slopes": torch.rand(2, 4),
-        "future_slopes": torch.rand(2, 4),
-        "is_causal": False,
-        "q_offset": OFFSETS,
-    },
-    "segments": {"segment_ids": (IDS, torch.cat([IDS, IDS[:4]])), "max_key_norm": 10.0},
-}
+# --- Compiled ------------------------------------------------------------------------------------------------------
 
 
-def arguments_of(variant: str, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return query, key, value and slopes, and the other arguments."""
-    arguments = dict(VARIANTS[variant])
-    slopes = arguments.pop("slopes", torch.tensor([1.0, 0.3, 0.0625, 0.0]))
-    if "future_slopes" in arguments:
-        arguments["future_slopes"] = arguments["future_slopes"].to(dtype).clone()
-    return [*tensors((7, 11), dtype=dtype), slopes.to(dtype).clone()], arguments
+@pytest.mark.parametrize(
+    ("names", "length", "dtype"),
+    [
+        (NAMES[:1], 1025, torch.float32),
+        pytest.param(NAMES, 64, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(NAMES, 1025, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_a_compiled_loss(names: tuple[str, ...], length: int, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    arguments = dict(zip(NAMES, tensors((length, length), batch=1, heads=(2, 1), dtype=dtype), strict=False))
+    arguments |= {"slopes": torch.tensor([0.5, 0.02]), "future_slopes": torch.tensor([0.1, 0.3]), "is_causal": False}
+    leaves = leaves_of(arguments, names)
+
+    def loss(arguments: dict[str, Any]) -> torch.Tensor:
+        return alibi_torch.attention(**arguments).sum()
+
+    grads = (torch.autograd.grad(f(arguments), leaves) for f in (torch.compile(loss, fullgraph=True), loss))
+    torch.testing.assert_close(*grads, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     "variant", [pytest.param(x, marks=[] if x in ("asymmetric", "by entry") else [pytest.mark.slow]) for x in VARIANTS]
 )
 def test_compiles_whole_with_its_gradients(variant: str) -> None:
-    torch._dynamo.reset()
-    inputs, arguments = arguments_of(variant)
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    weight = torch.randn(2, 4, 7, 5)
+    torch.compiler.reset()
+    arguments, weight = arguments_of(variant), torch.randn(2, 4, 7, 5)
+    leaves = leaves_of(arguments)
 
-    def function(*x: torch.Tensor) -> torch.Tensor:
-        return (tiled(*x, **arguments) * weight).sum()
+    def loss(arguments: dict[str, Any]) -> torch.Tensor:
+        return (tiled(**arguments) * weight).sum()
 
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     with Tiling().applied():
-        eager = torch.autograd.grad(function(*inputs), inputs)
-        compiled = torch.autograd.grad(torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs), inputs)
-    for actual, expected in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
+        grads = [torch.autograd.grad(f(arguments), leaves) for f in (compiled, loss)]
+    torch.testing.assert_close(*grads, rtol=0, atol=2e-6)
 
 
 def test_one_compiled_function_serves_varying_lengths() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(tiled, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.compiler.reset()
+    compiled, slopes = torch.compile(tiled, fullgraph=True, dynamic=True, backend="aot_eager"), SLOPES.clone()
     for lengths in ((7, 11), (13, 13), (5, 64)):
-        inputs = [x.requires_grad_() for x in tensors(lengths)]
-        slopes = torch.tensor([1.0, 0.3, 0.0625, 0.0], requires_grad=True)
+        inputs = [x.requires_grad_() for x in (*tensors(lengths), slopes)]
         with Tiling().applied():
-            found, expected = (f(*inputs, slopes, is_causal=False) for f in (compiled, tiled))
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-            grads = [torch.autograd.grad(x.square().sum(), (*inputs, slopes)) for x in (found, expected)]
-        for one, other in zip(*grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+            results = [f(*inputs, is_causal=False) for f in (compiled, tiled)]
+            torch.testing.assert_close(*results, rtol=0, atol=0)
+            grads = [torch.autograd.grad(x.square().sum(), inputs) for x in results]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=2e-6)
 
 
 # --- Memory: strides, aliases, growth ------------------------------------------------------------------------------
@@ -203,8 +226,6 @@ STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a slice": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 4, 1, 1))[:, 1:-1, 1:-4, 3:-2],
     "by columns": lambda x: x.mT.contiguous().mT,
     "windows that overlap": lambda x: torch.nn.functional.pad(x[..., 0], (0, 4), value=0.5).unfold(-1, 5, 1),
-}
-EXPANDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one head": lambda x: x[:, :1].expand(-1, x.shape[1], -1, -1),
     "one entry": lambda x: x[:1].expand(2, -1, -1, -1),
     "one token": lambda x: x[:, :, :1].expand(-1, -1, x.shape[2], -1),
@@ -212,45 +233,38 @@ EXPANDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [*STRIDES, *EXPANDED])
+@pytest.mark.parametrize("layout", STRIDES)
 @pytest.mark.parametrize("tiling", [Tiling(call_scores=10**9), Tiling(short=1024)], ids=["tiles", "short"])
 def test_strides_change_nothing(layout: str, tiling: Tiling) -> None:
-    change = (STRIDES | EXPANDED)[layout]
+    change = STRIDES[layout]
     changed = [change(x) for x in tensors((32, 40))]
     weight = change(torch.randn(2, 4, 32, 5))
     assert not all(x.is_contiguous() for x in changed)
-    slopes = torch.tensor([1.0, 0.3, 0.0625, 0.0])
 
     def gradients(inputs: list[torch.Tensor], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs = [x.detach().requires_grad_() for x in (*inputs, slopes)]
+        inputs = [x.detach().requires_grad_() for x in (*inputs, SLOPES)]
         result = tiled(*inputs)
         return result, *torch.autograd.grad(result, inputs, weight)
 
     with tiling.applied():
         actual = gradients(changed, weight)
         expected = gradients([x.contiguous() for x in changed], weight.contiguous())
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_returned_shares_memory(variant: str, dtype: torch.dtype) -> None:
-    inputs, arguments = arguments_of(variant, dtype)
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    if "future_slopes" in arguments:
-        arguments["future_slopes"] = arguments["future_slopes"].clone().requires_grad_()
-        inputs.append(arguments["future_slopes"])
+    arguments = arguments_of(variant, dtype)
+    leaves = leaves_of(arguments)
     for tiling in (Tiling(), Tiling(short=1024)):
         with tiling.applied():
-            result = tiled(*inputs[:4], **arguments)
-            grads = torch.autograd.grad(result.sum(), inputs)
+            result = tiled(**arguments)
+            grads = torch.autograd.grad(result.sum(), leaves)
         assert result.is_contiguous()
-        storages = [x.untyped_storage().data_ptr() for x in (result, *grads, *inputs)]
+        storages = [x.untyped_storage().data_ptr() for x in (result, *grads, *leaves)]
         assert len(set(storages)) == len(storages)
-        for one, of in zip(grads, inputs, strict=True):
-            assert one.dtype == of.dtype
-            assert one.shape == of.shape
+        assert [(x.dtype, x.shape) for x in grads] == [(x.dtype, x.shape) for x in leaves]
 
 
 def long_attention(length: int, is_causal: bool, masked: bool, is_recorded: bool) -> Callable[[], object]:
@@ -270,11 +284,7 @@ def long_attention(length: int, is_causal: bool, masked: bool, is_recorded: bool
 # Gradients that are recorded, to be differentiated, take no more until they are.
 @pytest.mark.parametrize(
     ("is_causal", "masked", "is_recorded"),
-    [
-        (True, False, True),
-        pytest.param(True, False, False, marks=pytest.mark.slow),
-        pytest.param(False, True, False, marks=pytest.mark.slow),
-    ],
+    [(True, False, True), pytest.param(False, True, False, marks=pytest.mark.slow)],
 )
 def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool, is_recorded: bool) -> None:
     length = 16_384
@@ -286,21 +296,8 @@ def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool, is_re
 # --- Autograd ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [(7, 11), (1100, 1100)])
-def test_two_runs_are_the_same_to_the_bit(lengths: tuple[int, int]) -> None:
-    def run() -> tuple[torch.Tensor, ...]:
-        inputs = [x.requires_grad_() for x in (*tensors(lengths), torch.tensor([1.0, 0.3, 0.0625, 0.0]))]
-        result = tiled(*inputs)
-        return result, *torch.autograd.grad(result.square().sum(), inputs)
-
-    for threads in (1, 3):
-        with num_threads(threads):
-            for one, other in zip(run(), run(), strict=True):
-                assert torch.equal(one, other)
-
-
 def test_a_slope_written_to_before_the_gradients_is_noticed() -> None:
-    slopes = torch.tensor([0.5, 0.25, 1.0, 0.1], requires_grad=True)
+    slopes = SLOPES.clone().requires_grad_()
     result = tiled(*tensors((9, 9)), slopes)
     with torch.no_grad():
         slopes *= 2
@@ -314,9 +311,8 @@ def test_a_slope_written_to_before_the_gradients_is_noticed() -> None:
 def test_derivatives_of_derivatives_are_those_of_dense_attention(
     variant: str, short: int, wanted: tuple[str, ...]
 ) -> None:
-    inputs, arguments = arguments_of(variant, torch.float64)
-    arguments |= dict(zip(NAMES, inputs, strict=False))
-    by = [arguments[name].requires_grad_() for name in wanted if name in arguments]
+    arguments = arguments_of(variant, torch.float64)
+    by = leaves_of(arguments, wanted)
 
     def derivatives(implementation: str) -> list[torch.Tensor]:
         found = [alibi_torch.attention(**arguments, implementation=implementation)]
@@ -350,7 +346,7 @@ SECOND: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("transform", SECOND.values(), ids=SECOND)
 def test_second_derivatives_by_any_transform_are_those_of_dense_attention(transform: Any, by: str) -> None:
     inputs = dict(zip(NAMES, tensors((3, 5), batch=1, dtype=torch.float64), strict=False))
-    inputs["slopes"] = torch.tensor([1.0, 0.3, 0.1, 0.0], dtype=torch.float64)
+    inputs["slopes"] = SLOPES.double()
     x = inputs.pop(by)
     x = torch.stack([x, 0.7 * x])
 
@@ -365,57 +361,50 @@ def test_second_derivatives_by_any_transform_are_those_of_dense_attention(transf
         torch.testing.assert_close(found, expected, rtol=2.0**-40, atol=2.0**-40)
 
 
+def by_forward_ad(function: Callable[..., Any], point: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = function(torch.autograd.forward_ad.make_dual(point, tangent))
+        return torch.autograd.forward_ad.unpack_dual(dual).tangent
+
+
+FORWARD: dict[str, Callable[..., torch.Tensor]] = {
+    "forward_ad": by_forward_ad,
+    "jvp": lambda f, point, tangent: torch.func.jvp(f, (point,), (tangent,))[1],
+    "jacfwd": lambda f, point, tangent: torch.func.jacfwd(lambda t: f(point + t * tangent))(torch.tensor(0.0)),
+}
+
+
 @pytest.mark.parametrize("by", ["query", "slopes"])
-@pytest.mark.parametrize("way", ["forward_ad", "jvp", "jacfwd"])
+@pytest.mark.parametrize("way", FORWARD)
 def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
-    query, key, value = tensors((7, 11))
-    arguments = {"query": query, "key": key, "value": value, "slopes": torch.tensor([1.0, 0.3, 0.1, 0.0])}
+    arguments = arguments_of("causal")
     point = arguments.pop(by)
     tangent = torch.randn(point.shape, generator=torch.Generator().manual_seed(2))
 
-    def derivative(implementation: str | None) -> torch.Tensor:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            return alibi_torch.attention(**arguments, **{by: x}, implementation=implementation)
-
-        if way == "forward_ad":
-            with torch.autograd.forward_ad.dual_level():
-                dual = torch.autograd.forward_ad.make_dual(point, tangent)
-                return torch.autograd.forward_ad.unpack_dual(function(dual)).tangent
-        if way == "jvp":
-            return torch.func.jvp(function, (point,), (tangent,))[1]
-        return torch.func.jacfwd(lambda t: function(point + t * tangent))(torch.tensor(0.0))
+    def function(x: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
+        rules = {by: x, "implementation": implementation, "allow_negative_slopes": True}
+        return alibi_torch.attention(**arguments, **rules)
 
     step = 2.0**-10
-    ends = [
-        alibi_torch.attention(**arguments, **{by: point + x * tangent}, allow_negative_slopes=True)
-        for x in (step, -step)
-    ]
-    torch.testing.assert_close(derivative(None), (ends[0] - ends[1]) / (2 * step), rtol=0, atol=1e-2)
+    expected = (function(point + step * tangent) - function(point - step * tangent)) / (2 * step)
+    torch.testing.assert_close(FORWARD[way](function, point, tangent), expected, rtol=0, atol=1e-2)
     for name in ("tiled", "sdpa", "flex"):
         with pytest.raises(NotImplementedError, match=f"'{name}' has no derivatives in forward mode; 'dense' can run"):
-            derivative(name)
+            FORWARD[way](functools.partial(function, implementation=name), point, tangent)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints(use_reentrant: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
+    inputs = [x.requires_grad_() for x in (*tensors((7, 11)), SLOPES.clone())]
     with Tiling().applied():
-        again = checkpoint(tiled, *inputs, use_reentrant=use_reentrant)
-        for one, other in zip(
-            torch.autograd.grad(tiled(*inputs).sum(), inputs),
-            gradients_by_backward(again.sum(), inputs),
-            strict=True,
-        ):
-            assert torch.equal(one, other)
+        expected = torch.autograd.grad(tiled(*inputs).sum(), inputs)
+        checkpoint(tiled, *inputs, use_reentrant=use_reentrant).sum().backward()
+    torch.testing.assert_close([x.grad for x in inputs], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("short", [0, 1024])
 def test_a_gradient_penalty_in_contexts(short: int, dtype: torch.dtype) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     inputs = [x.requires_grad_() for x in tensors((7, 11), dtype=dtype)[:2]]
 
     def gradients(implementation: str) -> tuple[torch.Tensor, ...]:
@@ -435,55 +424,51 @@ def test_a_gradient_penalty_in_contexts(short: int, dtype: torch.dtype) -> None:
             assert (one - other).abs().max() <= 32 * torch.finfo(dtype).eps * other.abs().max()
 
 
-def test_inference_mode_and_no_grad() -> None:
-    inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
+def test_inference_mode_and_no_grad_change_no_result() -> None:
+    inputs = leaves_of(arguments_of("causal"))
     with Tiling().applied():
         expected = tiled(*inputs)
         with torch.inference_mode():
-            result = tiled(*inputs)
-            own = tiled(*(x.clone() for x in inputs))
+            found = [tiled(*inputs), tiled(*(x.clone() for x in inputs))]
         with torch.no_grad():
-            plain = tiled(*inputs)
-    assert result.is_inference()
-    assert not plain.requires_grad
-    assert torch.equal(result, expected)
-    assert torch.equal(own, expected)
-    assert torch.equal(plain, expected)
+            found.append(tiled(*inputs))
+    assert [(x.is_inference(), x.requires_grad) for x in found] == [(True, False), (True, False), (False, False)]
+    assert all(torch.equal(x, expected) for x in found)
 
 
 def test_a_default_device_or_dtype_changes_nothing() -> None:
-    inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
-    with Tiling().applied():
-        expected = torch.autograd.grad(tiled(*inputs, tolerance=0.0).sum(), inputs)
-        with torch.device("meta"):
-            on_meta = torch.autograd.grad(tiled(*inputs, tolerance=0.0).sum(), inputs)
-        torch.set_default_dtype(torch.float64)
-        try:
-            in_float64 = torch.autograd.grad(tiled(*inputs, tolerance=0.0).sum(), inputs)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    for right, *others in zip(expected, on_meta, in_float64, strict=True):
-        for other in others:
-            assert other.device.type == "cpu"
-            assert torch.equal(other, right)
+    inputs = leaves_of(arguments_of("causal"))
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        with Tiling().applied():
+            return torch.autograd.grad(tiled(*inputs, tolerance=0.0).sum(), inputs)
+
+    expected = gradients()
+    with torch.device("meta"):
+        torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def test_all_that_horizons_cannot_leave_out_costs_little_more_than_a_dense_bias() -> None:
+def test_scores_without_a_horizon_cost_little_more_than_a_dense_bias() -> None:
     """The worst case: scores so large that no key may be left out, so that measuring and planning save nothing."""
-    query, key, value = tensors((3000, 3000), batch=1, heads=(4, 4), head_dim=64)
+    query, key, value = tensors((2048, 2048), batch=1, heads=(4, 4), head_dim=64)
     query, slopes = query * 100, torch.full((4,), 2.0**-9)
 
     def seconds(implementation: str) -> float:
-        times = []
-        for _ in range(5):
-            start = time.thread_time()
-            alibi_torch.attention(query, key, value, slopes, implementation=implementation)
-            times.append(time.thread_time() - start)
-        return min(times)
+        call = functools.partial(alibi_torch.attention, query, key, value, slopes, implementation=implementation)
+        return min(timeit.repeat(call, timer=time.thread_time, number=1))
 
-    with num_threads(1):
-        assert alibi_torch.explain(query, key, value, slopes).horizons.min() == float("inf")
+    assert alibi_torch.explain(query, key, value, slopes).horizons.min() == float("inf")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         assert seconds("tiled") <= 1.15 * seconds("sdpa")
+    finally:
+        torch.set_num_threads(threads)
 
 
 WITHOUT_FUSED_KERNELS = """
@@ -491,21 +476,18 @@ import torch
 
 del torch._scaled_dot_product_flash_attention_for_cpu
 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward = None
-from tests.torch.test_tiled import VARIANTS, arguments_of, gradients_of
+from tests.torch.test_tiled import VARIANTS, gradients_of
 
 for variant in VARIANTS:
-    for found, right in zip(*(gradients_of(variant, name) for name in ("tiled", "dense")), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*(gradients_of(variant, name) for name in ("tiled", "dense")), rtol=1e-5, atol=1e-5)
 """
 
 
 def gradients_of(variant: str, implementation: str) -> tuple[torch.Tensor, ...]:
-    inputs, arguments = arguments_of(variant)
-    inputs = [x.requires_grad_() for x in inputs]
-    if implementation == "dense":
-        arguments.pop("max_key_norm", None)
-    result = alibi_torch.attention(*inputs, **arguments, implementation=implementation)
-    return result, *torch.autograd.grad(result.square().sum(), inputs)
+    arguments = arguments_of(variant)
+    leaves = leaves_of(arguments)
+    result = alibi_torch.attention(**arguments, implementation=implementation)
+    return result, *torch.autograd.grad(result.square().sum(), leaves)
 
 
 def test_fused_kernels_of_pytorch_may_be_gone() -> None:
@@ -514,57 +496,7 @@ def test_fused_kernels_of_pytorch_may_be_gone() -> None:
     assert run.returncode == 0, run.stderr[-2000:]
 
 
-# --- Helpers -------------------------------------------------------------------------------------------------------
-
-
-def tiled(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    return alibi_torch.attention(*tensors, implementation="tiled", **arguments)
-
-
-def tensors(
-    lengths: tuple[int, int],
-    *,
-    batch: int = 2,
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 5,
-    dtype: torch.dtype = torch.float32,
-) -> list[torch.Tensor]:
-    """Return query, key and value, ``[batch, heads, length, head_dim]``."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    q_len, kv_len = lengths
-    shapes = [(batch, h, n, head_dim) for h, n in ((heads[0], q_len), (heads[1], kv_len), (heads[1], kv_len))]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-@contextlib.contextmanager
-def num_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def gradients_by_backward(loss: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    loss.backward()
-    return [x.grad for x in inputs]
-
-
-def test_gradients_of_who_cannot_see_a_large_key_keep_their_digits() -> None:
-    # The mean of all keys is that of the last one. Without it, scores of the others would be hundreds, and lose digits.
-    query, key, value, weight = torch.randn(4, 1, 2, 7, 32, generator=torch.Generator().manual_seed(0)).unbind()
-    key[:, :, -1] *= 100
-
-    def gradients(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        tensors = [x.to(dtype).requires_grad_() for x in (query, key, value)]
-        result = alibi_torch.attention(*tensors, implementation=implementation)
-        return [x[:, :, :-1] for x in torch.autograd.grad((result * weight)[:, :, :-1].sum(), tensors)]
-
-    exact = gradients("dense", torch.float64)
-    for found, other in zip(gradients("tiled", torch.float32), exact, strict=True):
-        # Scores up to 10 or so are rounded by a dozen units of 2**-24 of that, and weights by as much of themselves.
-        assert (found - other).norm() <= 16 * 10 * 2**-24 * other.norm()
+# --- Packed and padded rows -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -584,33 +516,26 @@ def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
         alone = [alibi_torch.attention(*x, slopes[entry : entry + 1], is_causal=is_causal) for x in split]
         rows.append(torch.cat(alone, dim=2))
     packed = alibi_torch.attention(*inputs, slopes, is_causal=is_causal, segment_ids=ids)
-    for one, other in zip(gradients(packed), gradients(torch.cat(rows)), strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(gradients(packed), gradients(torch.cat(rows)), rtol=0, atol=0)
 
 
-# --- Padded texts --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window_size", [50, pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("length", [512, *(pytest.param(x, marks=pytest.mark.slow) for x in (200, 511))])
-def test_padding_on_either_side_is_left_out(length: int, is_causal: bool, window_size: int | None) -> None:
-    generator = torch.Generator().manual_seed(length)
+@pytest.mark.parametrize(("is_causal", "window_size"), [(True, None), (False, 50)])
+def test_padding_on_either_side_is_left_out(is_causal: bool, window_size: int | None) -> None:
+    generator, length = torch.Generator().manual_seed(0), 400
     query = torch.randn(5, 4, length, 8, generator=generator)
     key, value = torch.randn(2, 5, 2, length, 8, generator=generator).unbind()
     shown = torch.ones(5, 1, 1, length, dtype=torch.bool)
-    shown[0, ..., :100], shown[1:3, ..., 70:], shown[3, ..., :20], shown[3, ..., -30:] = False, False, False, False
+    shown[0, ..., :100], shown[1:3, ..., 70:], shown[3, ..., :12], shown[3, ..., -30:] = False, False, False, False
     with_hole = shown.clone()
     with_hole[2, ..., 30] = False
     for mask in (shown, shown[:1], shown[4:], shown[..., :1], with_hole):
         rules = {"is_causal": is_causal, "window_size": window_size, "mask": mask}
         inputs = [x.clone().requires_grad_() for x in (query, key, value)]
         doubles = [x.double().requires_grad_() for x in (query, key, value)]
-        found = alibi_torch.attention(*inputs, **rules)
         right = alibi_torch.attention(*doubles, implementation="dense", **rules)
-        assert (found - right).abs().max() <= 1e-5
-        with torch.no_grad():
-            assert (alibi_torch.attention(*inputs, **rules) - right).abs().max() <= 1e-5
+        found = alibi_torch.attention(*inputs, **rules)
+        for result in (found, alibi_torch.attention(query, key, value, **rules)):  # with gradients, and without
+            assert (result - right).abs().max() <= 1e-5
         cotangent = torch.randn(found.shape, generator=generator)
         by_inputs = torch.autograd.grad(found, inputs, cotangent)
         for one, other in zip(by_inputs, torch.autograd.grad(right, doubles, cotangent.double()), strict=True):

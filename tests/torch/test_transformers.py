@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
+import operator
 import pickle
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    BloomForSequenceClassification,
-    BloomModel,
-    BloomPreTrainedModel,
-    DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
-    GPT2Config,
-    GPT2Model,
-    MptConfig,
-    MptForCausalLM,
-    StaticCache,
-)
+from transformers import BloomConfig, BloomForCausalLM, BloomModel, DynamicCache, StaticCache
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from alibi_torch.transformers import AlibiCache, accelerate, paths, restore
+from tests.support.dense_alibi import CACHE
 from tests.support.memory import largest_allocation
 
 transformers.logging.set_verbosity_error()
 
 VOCABULARY = 97
-# 5.24 renamed the argument.
-CACHE = "cache" if "cache" in inspect.signature(BloomModel.forward).parameters else "past_key_values"
 
 
 def bloom(**options: Any) -> Any:
@@ -54,14 +40,14 @@ def bloom(**options: Any) -> Any:
 
 def mpt(**options: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "d_model": 60, "n_heads": 6, "n_layers": 2, "max_seq_len": 2048}
-    return MptForCausalLM(MptConfig(**sizes | options))
+    return transformers.MptForCausalLM(transformers.MptConfig(**sizes | options))
 
 
 def falcon(implementation: str = "sdpa", **options: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = FalconConfig(**{"alibi": True} | sizes | options)
+    config = transformers.FalconConfig(**{"alibi": True} | sizes | options)
     config._attn_implementation = implementation
-    return FalconForCausalLM(config)
+    return transformers.FalconForCausalLM(config)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -76,7 +62,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "falcon, all heads": lambda: falcon(multi_query=False, parallel_attn=False),
 }
 FAMILIES = ("bloom", "mpt", "falcon")
-OWN_CODE = pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
 
 
 def model_of(name: str) -> Any:
@@ -284,8 +269,9 @@ def generated(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
     return model.generate(tokens, use_cache=True, pad_token_id=0, eos_token_id=None, **options)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "falcon, grouped"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "way"), [*itertools.product([*FAMILIES, "falcon, grouped"], ["greedy", "beams"]), ("bloom", "sampling")]
+)
 def test_generate(name: str, way: str) -> None:
     model, tokens = model_of(name), tokens_of(2, 20)
     masks = [padding(20, 13, total=20, side=side) for side in ("left", "right")]
@@ -384,25 +370,18 @@ def gradients_of(model: Any, tokens: torch.Tensor, **arguments: Any) -> dict[str
     return {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
-CHECKPOINTS: dict[str, dict[str, Any] | None] = {
-    "without": None,
-    "all": {"use_reentrant": False},
-    "reentrant": {"use_reentrant": True},
-}
-
-
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, eager"])
-def test_gradients_are_the_models_own(name: str, checkpoints: str) -> None:
-    model, tokens, options = model_of(name).train(), tokens_of(2, 50), CHECKPOINTS[checkpoints]
+@pytest.mark.parametrize("checkpoints", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+@pytest.mark.parametrize("name", [*FAMILIES, "falcon, eager"])
+def test_gradients_are_the_models_own(name: str, checkpoints: dict[str, bool] | None) -> None:
+    model, tokens = model_of(name).train(), tokens_of(2, 50)
     # The first token is predicted by padding that sees no text, so that its label is left out.
     arguments = {"attention_mask": padding(50, 33, total=50, side="right")}
     expected = gradients_of(model, tokens, **arguments)
     exact = gradients_of(copy.deepcopy(model).double(), tokens, **arguments)
     accelerate(model)
-    if options is not None:
+    if checkpoints is not None:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(options)
+        enable(checkpoints)
     actual = gradients_of(model, tokens, **arguments)
     assert actual.keys() == expected.keys()
     for parameter, gradient in actual.items():
@@ -479,7 +458,6 @@ def test_compiled_in_one_graph(name: str) -> None:
     for length in (20, 23, 300):
         check(length, use_cache=False, attention_mask=padding(length, 9, 0, total=length, side="left"))
     assert counter.frame_count <= 2
-    check(20, use_cache=False)
     check(20, use_cache=True, position_ids=torch.arange(20)[None])
 
 
@@ -515,19 +493,14 @@ def test_compiled_decoding_in_a_static_cache() -> None:
 WINDOWED = transformers.cache_utils.DynamicSlidingWindowLayer
 
 
-def hidden_keys(length: int) -> torch.Tensor:
-    """Return MPT's mask of queries times keys, True where it must not look."""
-    visible = torch.ones(length, length, dtype=torch.bool).tril()
-    visible[9:, 3:6] = False
-    return ~visible[None, None].expand(2, 1, -1, -1)
-
-
+HIDDEN = torch.ones(20, 20, dtype=torch.bool).triu(1)  # as MPT takes it: True where not to look
+HIDDEN[9:, 3:6] = True
 OWN: dict[str, Callable[[], dict[str, Any]]] = {
     "output_attentions": lambda: {"output_attentions": True},
     "config.is_causal": lambda: {"attention_mask": padding(20, 13, total=20, side="right")},
     "dropout": dict,
     "the cache": lambda: {CACHE: transformers.Cache(layers=[WINDOWED(50) for _ in range(2)])},
-    "attention_mask": lambda: {"attention_mask": hidden_keys(20)},
+    "attention_mask": lambda: {"attention_mask": HIDDEN.expand(2, 1, -1, -1)},
 }
 
 
@@ -549,10 +522,8 @@ def test_the_models_own_code_computes_what_the_library_does_not(name: str, reaso
                 layer.attention_dropout.p = 0.3
         model.train()
     model.config.is_causal = reason != "config.is_causal"
-    if reason == "config.is_causal":  # its probe would be computed by its own code
-        accelerated, strict = (accelerate(copy.deepcopy(model), strict=x, prove=False) for x in (False, True))
-    else:
-        accelerated, strict = (accelerate(copy.deepcopy(model), strict=x) for x in (False, True))
+    proves = reason != "config.is_causal"  # where the model's own code would compute the probe
+    accelerated, strict = (accelerate(copy.deepcopy(model), strict=x, prove=proves) for x in (False, True))
     torch.manual_seed(3)
     expected = model(tokens, **OWN[reason]())
     torch.manual_seed(3)
@@ -569,7 +540,7 @@ def test_the_models_own_code_computes_what_the_library_does_not(name: str, reaso
         strict(tokens, **OWN[reason]())
 
 
-@OWN_CODE
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
 @pytest.mark.parametrize("kind", ["dynamic", "alibi"])
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, grouped"])
 def test_the_two_ways_share_a_cache(name: str, kind: str) -> None:
@@ -601,58 +572,45 @@ def test_an_implementation_that_is_set_later(name: str) -> None:  # by which Fal
         assert_near(logits_of(fast, tokens, attention_mask=mask), expected)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the recorder
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_that_is_traced_serves_other_masks(name: str) -> None:
-    model, inputs = model_of(name).requires_grad_(False), (tokens_of(3, 20), mask_of("left"))
-    expected = logits_of(model, inputs[0], attention_mask=inputs[1])
+RECORDERS: dict[str, Callable[..., Any]] = {
+    "torch.jit.trace": torch.jit.trace,
+    "make_fx": lambda call, inputs: make_fx(call)(*inputs),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the recorder, and of a call that the model's own code computes
+@pytest.mark.parametrize(
+    ("name", "recorder"), [*((name, "torch.jit.trace") for name in FAMILIES), ("bloom", "make_fx")]
+)
+def test_a_call_that_is_recorded_serves_other_masks(name: str, recorder: str) -> None:
+    model, tokens, mask = model_of(name).requires_grad_(False), tokens_of(3, 20), mask_of("left")
+    expected, record = logits_of(model, tokens, attention_mask=mask), RECORDERS[recorder]
 
     def call(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model(tokens, attention_mask=mask, use_cache=False).logits
 
     try:
-        torch.jit.trace(call, inputs)
+        record(call, (tokens, mask))
     except IndexError:  # of transformers 5.4, in the model's own code
         pytest.skip(f"transformers {transformers.__version__} cannot be traced")
     accelerate(model)
-    whole = inputs[0], torch.ones(3, 20, dtype=torch.long)
-    assert torch.allclose(torch.jit.trace(call, whole)(*inputs), expected, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore")  # of a call that the model's own code computes
-def test_a_call_that_make_fx_records_serves_other_masks() -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    model, inputs = model_of("bloom").requires_grad_(False), (tokens_of(3, 20), mask_of("left"))
-    expected, whole = logits_of(model, inputs[0], attention_mask=inputs[1]), torch.ones(3, 20, dtype=torch.long)
-    accelerate(model)
-    recorded = make_fx(lambda *x: model(x[0], attention_mask=x[1], use_cache=False).logits)(inputs[0], whole)
-    assert torch.allclose(recorded(*inputs), expected, atol=1e-4)
-    logits_of(model, *inputs[:1], attention_mask=inputs[1])
-    assert paths(model)["alibi_torch"] == 1
+    assert torch.allclose(record(call, (tokens, torch.ones_like(mask)))(tokens, mask), expected, atol=1e-4)
+    before = paths(model).get("alibi_torch", 0)
+    logits_of(model, tokens, attention_mask=mask)
+    assert paths(model)["alibi_torch"] == before + 1
 
 
 # --- Proof ----------------------------------------------------------------------------------------------------------
 
 
-def rolled(bias: torch.Tensor) -> torch.Tensor:
-    """Return a bias that is off by one key."""
-    return bias.roll(1, -1)
-
-
-def of_other_heads(bias: torch.Tensor) -> torch.Tensor:
-    """Return a bias whose slopes are those of other heads."""
-    return bias.roll(1, 1)
-
-
-@pytest.mark.parametrize("broken", [rolled, of_other_heads])
+@pytest.mark.parametrize("axis", [-1, 1])  # the bias is off by one key, or that of other heads
 @pytest.mark.parametrize("name", ["bloom", "mpt"])  # whose own code does without PyTorch's kernel
-def test_a_broken_kernel_is_refused(name: str, broken: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_kernel_is_refused(name: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens, kernel = model_of(name), tokens_of(1, 20), torch.nn.functional.scaled_dot_product_attention
     expected, before = logits_of(model, tokens), described_of(model)
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
-        return kernel(query, key, value, broken(attn_mask), **options)
+        return kernel(query, key, value, attn_mask.roll(1, axis), **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     versions = f"PyTorch {torch.__version__} and transformers {transformers.__version__}".replace("+", r"\+")
@@ -745,7 +703,7 @@ def test_copies_are_accelerated_and_apart(name: str) -> None:
         assert torch.equal(logits_of(model, tokens), expected)
 
 
-class Pooled(BloomPreTrainedModel):
+class Pooled(transformers.BloomPreTrainedModel):
     """A head that uses the mask itself, around a base under a name of its own."""
 
     def __init__(self, config: BloomConfig) -> None:
@@ -758,7 +716,7 @@ class Pooled(BloomPreTrainedModel):
         return [(hidden * attention_mask[..., None]).sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)]
 
 
-@pytest.mark.parametrize("kind", [BloomModel, BloomForSequenceClassification, Pooled])
+@pytest.mark.parametrize("kind", [BloomModel, transformers.BloomForSequenceClassification, Pooled])
 def test_models_without_a_head_and_with_another(kind: Any) -> None:
     config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4, pad_token_id=0, num_labels=3)
     model, tokens = kind(config).eval(), tokens_of(2, 20)
@@ -771,19 +729,12 @@ def test_models_without_a_head_and_with_another(kind: Any) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_threads_share_a_model(name: str) -> None:
     model, tokens = accelerate(model_of(name)), tokens_of(3, 20)
-    masks, results = [mask_of(x) for x in ("left", "right", "holes")], {}
+    masks = [mask_of(x) for x in ("left", "right", "holes")]
     expected = [logits_of(model, tokens, attention_mask=mask) for mask in masks]
-
-    def run(index: int) -> None:
-        results[index] = [logits_of(model, tokens, attention_mask=masks[index]) for _ in range(20)]
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, wanted in enumerate(expected):
-        assert all(torch.equal(x, wanted) for x in results[index])
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda mask: [logits_of(model, tokens, attention_mask=mask) for _ in range(20)], masks)
+        for results, wanted in zip(found, expected, strict=True):
+            assert all(torch.equal(x, wanted) for x in results)
 
 
 def test_embeddings_in_place_of_tokens() -> None:
@@ -824,45 +775,34 @@ class Counting(BloomModel):
     """A base model of a user's own."""
 
 
-def changed(part: Callable[[Any], Any], model: Any, **attributes: Any) -> Any:
+def changed(model: Any, part: str, **attributes: Any) -> Any:
     for name, x in attributes.items():
-        setattr(part(model), name, x)
+        setattr(operator.attrgetter(part)(model), name, x)
     return model
 
 
-def last_of(model: Any) -> Any:
-    return layers_of(model)[1]
-
-
-def config_of(model: Any) -> Any:
-    return model.config
+LAST = "transformer.h.1.self_attention"
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GPT2Model(GPT2Config(n_layer=1, n_head=2, n_embd=8)), "model must contain a BLOOM, MPT or Falcon"),
+        (
+            lambda: transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8)),
+            "model must contain a BLOOM, MPT or Falcon",
+        ),
         (lambda: torch.nn.Linear(2, 2), "model must contain a BLOOM, MPT or Falcon"),
         (lambda: falcon(alibi=False), "alibi=False"),
         (lambda: mpt(attn_config={"alibi": False}), "attn_config.alibi must be True"),
-        (lambda: changed(last_of, bloom(), beta=0.5), "beta must be 1 for a model to be accelerated, got 0.5"),
+        (lambda: changed(bloom(), LAST, beta=0.5), "beta must be 1 for a model to be accelerated, got 0.5"),
         (
-            lambda: changed(config_of, falcon(), _attn_implementation_internal="flash_attention_2"),
+            lambda: changed(falcon(), "config", _attn_implementation_internal="flash_attention_2"),
             "attn_implementation must be 'sdpa' or 'eager'",
         ),
         (lambda: accelerate(bloom()), "model must not be accelerated yet; undo with restore"),
-        (
-            lambda: changed(last_of, bloom(), forward=lambda *args: args),
-            "must be BloomAttention's own, got .* with a forward of its",
-        ),
-        (
-            lambda: changed(last_of, bloom(), __class__=Doubled),
-            "must be BloomAttention's own, got Doubled with a forward of its own",
-        ),
-        (
-            lambda: changed(lambda x: x.transformer, bloom(), __class__=Counting),
-            "base model must be BloomModel itself, got Counting",
-        ),
+        (lambda: changed(bloom(), LAST, forward=print), "must be BloomAttention's own, got .* with a forward of its"),
+        (lambda: changed(bloom(), LAST, __class__=Doubled), "must be BloomAttention's own, got Doubled with a forward"),
+        (lambda: changed(bloom(), "transformer", __class__=Counting), "must be BloomModel itself, got Counting"),
     ],
 )
 def test_models_that_are_refused(make: Callable[[], Any], message: str) -> None:
