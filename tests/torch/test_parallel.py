@@ -478,31 +478,19 @@ def test_wrong_arguments_are_refused_by_name(changes: dict[str, Any], error: typ
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"axis_name": 1}, TypeError, "axis_name must be the name of one mesh dimension, got 1"),
-        ({"axis_name": "x"}, ValueError, r"axis_name must name a dimension of the mesh, \('data', 'tokens'\), got 'x'"),
-        ({"axis_name": "tokens", "head_axis": "heads"}, ValueError, "head_axis must name a dimension of the mesh"),
-        (
-            {"axis_name": "tokens", "head_axis": "tokens"},
-            ValueError,
-            "axis_name and head_axis must differ, got 'tokens'",
-        ),
-        ({"head_axis": "tokens"}, ValueError, "axis_name must name a dimension of a mesh that has several"),
-    ],
-)
-def test_mesh_dimensions_that_do_not_exist_are_refused(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        _attend(group=_square(), **options)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_dimension_of_a_mesh_by_itself_is_that_of_tokens() -> None:
-    with pytest.raises(ValueError, match="axis_name and head_axis must differ, got 'tokens' for both"):
-        _attend(group=_square()["tokens"], head_axis="tokens")
+def test_mesh_dimensions_that_do_not_exist_are_refused() -> None:
+    mesh, same = _square(), "axis_name and head_axis must differ, got 'tokens' for both"
+    for options, message in (
+        ({"axis_name": "x"}, r"axis_name must name a dimension of the mesh, \('data', 'tokens'\), got 'x'"),
+        ({"axis_name": "tokens", "head_axis": "heads"}, "head_axis must name a dimension of the mesh"),
+        ({"axis_name": "tokens", "head_axis": "tokens"}, same),
+        ({"group": mesh["tokens"], "head_axis": "tokens"}, same),
+        ({}, "axis_name must name a dimension of a mesh that has several"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _attend(**{"group": mesh} | options)
+    with pytest.raises(TypeError, match="axis_name must be the name of one mesh dimension, got 1"):
+        _attend(group=mesh, axis_name=1)
 
 
 @pytest.mark.usefixtures("alone")
