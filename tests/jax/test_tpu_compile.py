@@ -8,6 +8,7 @@ need more VMEM than the chip has.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -49,27 +50,6 @@ UNPRINTABLE = {"masked"}  # libtpu 0.0.51 compiles its gradients on v5p and v6e,
 
 
 # --- In the process ---------------------------------------------------------------------------------------------------
-
-
-def devices_of(topology: str) -> Any:
-    """Make libtpu take this machine for one with TPUs, before JAX is imported, and return the devices."""
-    os.environ.update(
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no TPU is there for two processes to compete for
-        JAX_ENABLE_COMPILATION_CACHE="false",
-        JAX_PLATFORMS="cpu",
-        TPU_ACCELERATOR_TYPE=TOPOLOGIES[topology],
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_WORKER_HOSTNAMES="localhost",
-    )
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(topology, "tpu").devices
-
-
-def collectives(text: str) -> list[tuple[str, int]]:
-    """Return the collective operations of a program in HLO, and how many elements of each a device gives."""
-    found = re.findall(rf"= [^=\n]*?\b[a-z]+\d+\[([\d,]*)\][^=\n]*? ({COLLECTIVES})(?:-start)?\(", text)
-    return [(kind, math.prod(int(n) for n in sizes.split(",") if n)) for sizes, kind in found]
 
 
 def lowered(name: str, devices: Any) -> Any:
@@ -116,24 +96,42 @@ def lowered(name: str, devices: Any) -> Any:
 
 
 def main(topology: str) -> None:
-    devices = devices_of(topology)
+    """Make libtpu take this machine for one with TPUs, before JAX is imported, and describe each program."""
+    os.environ.update(
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no TPU is there for two processes to compete for
+        JAX_ENABLE_COMPILATION_CACHE="false",
+        JAX_PLATFORMS="cpu",
+        TPU_ACCELERATOR_TYPE=TOPOLOGIES[topology],
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+    )
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(topology, "tpu").devices
     for name in PROGRAMS:
+        found: dict[str, Any] = {"name": name}
         try:
             compiled = lowered(name, devices).compile()
-            found = {"temporaries": compiled.memory_analysis().temp_size_in_bytes}
+            found["temporaries"] = compiled.memory_analysis().temp_size_in_bytes
         except Exception as error:  # the test says which program it was
-            found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+            found["error"] = f"{type(error).__name__}: {error}"[-2000:]
         else:
-            try:
-                text = compiled.as_text()
-            except RuntimeError:
-                text = ""
-            arrays = re.findall(r"\b(pred|[a-z]+(\d+))\[([\d,]+)\]", text)
-            sizes = (math.prod(map(int, axes.split(","))) * int(bits or 8) // 8 for _, bits, axes in arrays)
-            found["largest"] = max(sizes, default=0)  # bytes: the compiler may move an array as int8
-            found["kernels"] = sorted(set(re.findall(r"alibi_(?:forward|backward_of_\w+?)\b", text)))
-            found["sent"] = collectives(text)
-        print(json.dumps({"name": name, **found}), flush=True)
+            with contextlib.suppress(RuntimeError):
+                found |= described(compiled.as_text())
+        print(json.dumps(found), flush=True)
+
+
+def described(text: str) -> dict[str, Any]:
+    """Return what a program in HLO does: its largest array, its kernels, and the elements that a device sends."""
+    arrays = re.findall(r"\b(pred|[a-z]+(\d+))\[([\d,]+)\]", text)
+    # In bytes; the compiler may move an array as int8.
+    sizes = (math.prod(map(int, axes.split(","))) * int(bits or 8) // 8 for _, bits, axes in arrays)
+    sent = re.findall(rf"= [^=\n]*?\b[a-z]+\d+\[([\d,]*)\][^=\n]*? ({COLLECTIVES})(?:-start)?\(", text)
+    return {
+        "largest": max(sizes, default=0),
+        "kernels": sorted(set(re.findall(r"alibi_(?:forward|backward_of_\w+?)\b", text))),
+        "sent": [(kind, math.prod(int(n) for n in axes.split(",") if n)) for axes, kind in sent],
+    }
 
 
 # --- The test ---------------------------------------------------------------------------------------------------------
@@ -148,9 +146,8 @@ def test_kernels_compile_with_temporaries_that_are_linear_in_the_length(topology
     assert set(found) == set(PROGRAMS)
     for name, line in found.items():
         assert "error" not in line, (name, line)
-        if (
-            name == "one sequence"
-        ):  # keys are passed on; largest norms, the mean of keys and numbers of hops are reduced
+        if name == "one sequence":
+            # Keys are passed on; largest norms, the mean of keys and numbers of hops are reduced.
             assert {kind for kind, _ in line["sent"]} == {"collective-permute", "all-reduce"}
             assert all(elements <= 4 * 64 for kind, elements in line["sent"] if kind == "all-reduce")
             assert line["kernels"]
@@ -164,7 +161,7 @@ def test_kernels_compile_with_temporaries_that_are_linear_in_the_length(topology
         if name == "twice as long":
             # Query, key, value and cotangent, and the result in float32, whose place gradients take.
             assert line["temporaries"] <= elements * (4 * BYTES[dtype] + BYTES["float32"]) + PLAN
-        if name in UNPRINTABLE and not line["kernels"]:
+        if name in UNPRINTABLE and "kernels" not in line:
             continue
         assert set(line["kernels"]) == KERNELS, name
         assert line["largest"] <= 4 * elements, name  # no array has the bytes of the float32 scores of one head
