@@ -16,7 +16,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-import alibi_core
 from alibi_core.conformance.testing import UNIT_ROUNDOFF, Answer, Attention
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX, Framework, few_in_jax
@@ -135,11 +134,11 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-        slopes=st.sampled_from([STEEP, MIXED, (0.01,) * 4, None]),
+        slopes=st.sampled_from([STEEP, MIXED, (0.01,) * 4]),
         is_planned=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def begin(self, dtype: str, slopes: tuple[float, ...] | None, is_planned: bool, seed: int) -> None:
+    def begin(self, dtype: str, slopes: tuple[float, ...], is_planned: bool, seed: int) -> None:
         self.dtype, self.slopes, self.random = dtype, slopes, np.random.default_rng(seed)
         self.short = 50 if is_planned else 1024  # from this many keys on, norms decide which keys matter
         self.cache = keeping(self.name, (BATCH, KV_HEADS, 400, HEAD_DIM), dtype)
@@ -162,11 +161,9 @@ class Machine(RuleBasedStateMachine):
         hidden=st.sampled_from([None, None, "mask", "segments"]),
         window_size=st.sampled_from([None, None, 0, 40]),
         tolerance=st.sampled_from([None, None, 0.0, 0.3]),
-        scale=st.sampled_from([None, None, 0.2]),
-        implementation=st.sampled_from([None, None, "dense"]),
     )
     def append_and_attend(
-        self, new: int, giant: float, is_ragged: bool, hidden: str | None, **options: float | str | None
+        self, new: int, giant: float, is_ragged: bool, hidden: str | None, **options: float | None
     ) -> None:
         """Append tokens, some of them padding, and compare the results of their queries with each row alone."""
         batch, longest = len(self.rows), max(self.held)
@@ -197,16 +194,14 @@ class Machine(RuleBasedStateMachine):
                 exact = self.exact(row, query[row, :, :count], visible[row], **options)
                 assert_within(found[row, :, :count][None], exact)
 
-    def exact(
-        self, row: int, query: np.ndarray, visible: np.ndarray, window_size: Any, tolerance: Any, scale: Any, **_: Any
-    ) -> Answer:
+    def exact(self, row: int, query: np.ndarray, visible: np.ndarray, window_size: Any, tolerance: Any) -> Answer:
         """Return the exact attention of a row's last queries; it may leave out a share of the weight."""
         (key, value), (count, length) = self.rows[row], (query.shape[1], self.held[row])
-        slopes = np.float32(alibi_core.slopes(HEADS) if self.slopes is None else self.slopes).astype(np.float64)
+        slopes = np.float32(self.slopes).astype(np.float64)
         distance = np.arange(length - count, length)[:, None] - np.arange(length)
         seen = (distance >= 0) & (distance <= (length if window_size is None else window_size))
         bias = np.where(seen & visible[:count, :length], -slopes[:, None, None] * distance, -np.inf)
-        scale = HEAD_DIM**-0.5 if scale is None else scale
+        scale = HEAD_DIM**-0.5
         exact = Attention(query[None], key[None], value[None], bias=bias[None], scale=scale, dtype=self.dtype).output
         share = UNIT_ROUNDOFF[self.dtype] if tolerance is None else tolerance
         largest = np.abs(value).max(axis=(1, 2), keepdims=True).repeat(HEADS // KV_HEADS, axis=0)
@@ -263,6 +258,20 @@ def test_attention_over_a_long_cache_finds_the_giant_among_its_keys(name: str, q
     assert np.array_equal(cache.attend(query, (1.0, 1.0)), expected)
     cache.truncate(2500)
     assert np.array_equal(cache.attend(query, (1.0, 1.0)), expected)
+
+
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
+def test_attend_passes_on_what_it_is_given(name: str) -> None:
+    query, key, value = (normal(BATCH, heads, 300, HEAD_DIM, seed=heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    framework, cache = FRAMEWORK[name], keeping(name, (BATCH, KV_HEADS, 300, HEAD_DIM))
+    cache.append(key, value)
+    attention = importlib.import_module(f"alibi_{name}").attention
+    rules: dict[str, Any] = {"scale": 0.3, "window_size": 20, "tolerance": 0.0, "implementation": "dense"}
+    actual = cache.attend(query, **rules)
+    expected = framework.numpy(attention(*map(cache.tensor, (query, key, value)), **rules))
+    expected = np.swapaxes(expected, 1, 2) if cache.is_functional else expected
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
+    assert np.abs(actual - cache.attend(query, STEEP, **rules)).max() > 1e-2
 
 
 MAGNITUDES = {"float32": 1e30, "float16": 6e4, "bfloat16": 1e30, "float64": 1e200}
