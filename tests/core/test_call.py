@@ -28,6 +28,8 @@ def test_queries_with_the_ids_of_keys_see_their_own_key_in_every_form_of_the_cal
     apart = call.tile(queries=slice(1, 5), **whole)  # the first queries stand before the first key
     assert not apart.sees_own_key
     assert not apart.every_query_attends
+    for q_offset in (2, -2):
+        assert not call_of(q_offset=q_offset).sees_own_key
 
 
 @pytest.mark.parametrize(
