@@ -6,6 +6,7 @@ scalars beside arrays. Work-arounds for one library belong in this module.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
@@ -154,7 +155,13 @@ def adopted(xp: Namespace, slopes: Any, device: Device | None) -> Any:
     with np.errstate(over="ignore"):  # slopes that overflow to inf are refused later
         # Through NumPy and float32 (or float64): every library can read these.
         values = np.array(slopes, np.float64 if name == "float64" else np.float32, order="C")
-    return asarray(xp, values, getattr(xp, name), device)
+    with _with_values(xp):
+        return asarray(xp, values, getattr(xp, name), device)
+
+
+def _with_values(xp: Namespace) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which JAX makes arrays with values inside ``jax.jit`` too, so that these can be checked."""
+    return sys.modules["jax"].ensure_compile_time_eval() if _is_jax(xp) else contextlib.nullcontext()
 
 
 def is_numpy(value: Any) -> bool:

@@ -74,5 +74,6 @@ def as_slopes(slopes: Any) -> Any:
     """Convert slopes from NumPy to JAX; return other slopes unchanged."""
     if type(slopes) is not np.ndarray or not np.issubdtype(slopes.dtype, np.number):
         return slopes
-    with np.errstate(over="ignore"):  # infinite slopes raise later
+    # Infinite slopes raise later; within jax.jit as well, if these keep their values.
+    with np.errstate(over="ignore"), jax.ensure_compile_time_eval():
         return jnp.asarray(slopes)

@@ -429,3 +429,14 @@ LAYER = [
 def test_a_layer_refuses(name: str, bad: Bad) -> None:
     arguments = {"embed_dim": 24, "num_heads": 6} | bad.arguments
     refuse(bad, lambda: make_layer(name, **FRAMEWORK[name].placed(arguments)))
+
+
+@pytest.mark.parametrize(
+    "backend", [x for x in LIBRARIES if x.id != "torch"]
+)  # PyTorch's compiler reads no NumPy values
+def test_slopes_of_numpy_are_checked_in_a_compiled_function_too(backend: Backend) -> None:
+    framework, slopes = backend.framework, np.asarray([0.5, -0.5, 0.25], np.float32)
+    x = framework.array(np.ones((1, 3, 3, 4), np.float32))
+    for call in (backend.function(), alibi_core.attention):
+        with pytest.raises(ValueError, match="slopes must not be negative"):
+            framework.compiled(lambda x, call=call: call(x, x, x, slopes))(x)
