@@ -1,4 +1,4 @@
-"""What works with which array library, and within which transformation: the table that docs show and tests run."""
+"""Array libraries, and the ways to call each function with their arrays. docs/support.md shows this table."""
 
 from __future__ import annotations
 

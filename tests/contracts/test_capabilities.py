@@ -72,7 +72,7 @@ QUICK = ("bias both ways", "bias far from its keys", "bias_from_positions by seg
 
 
 def cells() -> Iterator[Any]:
-    """Yield each function with each library and way to call it. Slow are those of which many compile."""
+    """Yield each function with each library and way to call it. Where each compiles, all but QUICK are slow."""
     for item in FRAMEWORKS:
         framework = item.values[0]
         for mode, name in itertools.product(LIBRARIES[framework.module].modes, CALLS):
@@ -82,7 +82,7 @@ def cells() -> Iterator[Any]:
 
 
 def run(name: str, framework: Framework, mode: str = "eager", arrays: tuple[Any, ...] | None = None) -> list[Any]:
-    """Return what a call gives in a way to call it, of its own arrays or others."""
+    """Return the results of a call in one mode, with its own arrays or others."""
     function, own, arguments = CALLS[name]
     arguments = framework.placed(arguments) | ({"xp": framework.module} if "xp" in arguments else {})
     arrays = framework.placed(own if arrays is None else arrays)

@@ -296,6 +296,20 @@ def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool, is_re
 # --- Autograd ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lengths", [(7, 11), (1100, 1100)])
+def test_two_runs_of_several_threads_give_the_same_bits(
+    lengths: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(3)
+    runs = []
+    for _ in range(2):
+        inputs = [x.requires_grad_() for x in (*tensors(lengths), torch.tensor([1.0, 0.3, 0.0625, 0.0]))]
+        result = tiled(*inputs)
+        runs.append([result, *torch.autograd.grad(result.square().sum(), inputs)])
+    assert all(map(torch.equal, *runs))
+
+
 def test_a_slope_written_to_before_the_gradients_is_noticed() -> None:
     slopes = SLOPES.clone().requires_grad_()
     result = tiled(*tensors((9, 9)), slopes)
