@@ -194,8 +194,7 @@ class BaseTextModel(Module):
 
     def _build(self, parts: BaseParts, vocab_size: int, *, is_causal: bool) -> None:
         config = self.config = check_config(parts.config, is_causal=is_causal)
-        self._vocab_size = checks.positive_int("vocab_size", vocab_size)
-        self.embedding = parts.embedding(self._vocab_size)
+        self.embedding = parts.embedding(checks.positive_int("vocab_size", vocab_size))
         if config.token_types and not is_causal:
             self.token_type_embedding = parts.embedding(config.token_types)
         if config.embedding_norm:
@@ -203,6 +202,12 @@ class BaseTextModel(Module):
         self.transformer = parts.transformer()
         if is_causal and not config.tied_head:
             self.head = parts.linear(config.embed_dim, vocab_size, False)
+
+    @property
+    def _vocab_size(self) -> int:
+        """The size of the embedding, which users enlarge for tokens of their own; MLX's has no ``num_embeddings``."""
+        table: Any = self.embedding
+        return int(table.num_embeddings if hasattr(table, "num_embeddings") else table.weight.shape[0])
 
     def _embed(self, tokens: Any, token_types: Any | None = None) -> Any:
         xp = namespace_of(tokens)

@@ -235,3 +235,12 @@ def test_a_call_that_was_checked_lets_no_wrong_tensor_pass(place: int) -> None:
     for change in (torch.Tensor.double, torch.Tensor.to_sparse, lambda x: x.to("meta")):
         with pytest.raises((TypeError, ValueError)):
             alibi_torch.attention(*(change(x) if i == place else x for i, x in enumerate(inputs)))
+
+
+def test_generate_takes_the_tokens_of_an_enlarged_embedding() -> None:
+    config = alibi_torch.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
+    model = alibi_torch.AlibiLanguageModel(config, vocab_size=5)
+    with pytest.raises(ValueError, match="tokens must be from 0 to 4, for which there are embeddings, got 6"):
+        model.generate(torch.tensor([[6]]), 1)
+    model.embedding = torch.nn.Embedding(7, 8)
+    assert model.generate(torch.tensor([[6]]), 1).shape == (1, 2)
