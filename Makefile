@@ -3,7 +3,7 @@
 # make test-all      every test        HYPOTHESIS_PROFILE=thorough make test-all
 # make test-slow     what make test leaves out
 # make test-oldest   a dozen tests of models with the oldest transformers that is supported
-# make test-newest   models, and README's examples, with the newest version of everything but PyTorch
+# make test-newest   models, and the examples of all pages, with the newest version of everything but PyTorch
 # make upgrade    the newest versions into constraints.txt
 # make lint    ruff and mypy
 # make docs    the site, in out/site; a warning is an error
@@ -77,7 +77,7 @@ test-oldest: $(VENV)/oldest/ready
 test-newest: RUN := $(NEWEST)
 test-newest: $(OUT)/newest/ready
 	$(PYTEST) tests/torch/test_transformers.py tests/torch/test_encoder.py $(ARGS)
-	$(PYTEST) tests/core/test_readme.py -k README
+	$(PYTEST) -m '' tests/core/test_readme.py
 
 upgrade:
 	rm -f $(OUT)/newest/ready
