@@ -390,6 +390,17 @@ def test_gradients_are_the_models_own(name: str, checkpoints: dict[str, bool] | 
         assert (gradient - exact[parameter]).abs().max() / scale <= 8 * own, parameter
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "falcon, eager"])
+def test_gradients_of_queries_that_see_no_key(name: str) -> None:  # padding on the left predicts a text's first token
+    model, tokens = model_of(name), tokens_of(2, 20)
+    mask = padding(20, 13, total=20, side="left")
+    expected, actual = (
+        gradients_of(x, tokens, attention_mask=mask) for x in (model, accelerate(copy.deepcopy(model), strict=True))
+    )
+    for parameter, gradient in actual.items():
+        assert (gradient - expected[parameter]).abs().max() <= 1e-4 * expected[parameter].abs().max(), parameter
+
+
 @pytest.mark.parametrize("name", ["mpt", "falcon, eager"])  # BLOOM's activation has no second derivative
 def test_gradients_of_gradients(name: str) -> None:
     model, tokens, found = model_of(name), tokens_of(2, 20), []

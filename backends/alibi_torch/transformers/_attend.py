@@ -32,6 +32,7 @@ class Rules(NamedTuple):
     counts_text: bool = True  # distances count only text tokens, and skip padding
     divisor: float = 1.0  # the model divides the built bias by this
     additions: int = 1  # how many times the model adds the bias
+    adds_mask: bool = True  # whether the model adds its mask to the scores, or replaces masked scores
 
     def key_bias(self, slopes: Tensor, tokens: Tokens, dtype: torch.dtype) -> Tensor | None:
         """Return the bias of each key, ``[batch or 1, num_heads, kv_len]``, float64, 0 where its sequence begins.
@@ -67,7 +68,7 @@ def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Toke
     """
     if key.dtype != query.dtype and torch.is_autocast_enabled(query.device.type):  # cached keys may be float32
         key, value = key.to(query.dtype), value.to(query.dtype)
-    places = value
+    places = key, value
     if key.shape[2] > tokens.kv_len:
         key, value = key[:, :, : tokens.kv_len], value[:, :, : tokens.kv_len]
     # A small call without gradients uses one dense bias for all layers; autograd and compilers take the tiled path.
@@ -83,8 +84,26 @@ def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Toke
     if blind is None:
         return result
     # The models mask by a huge negative score, so softmax of a fully masked row is uniform: the mean of all values.
-    mean = places.mean(dim=2, keepdim=True).repeat_interleave(query.shape[1] // places.shape[1], dim=1)
+    mean = _mean_of_values(rules, query, *places)
     return torch.where(blind[:, None, :, None], mean, result)
+
+
+def _mean_of_values(rules: Rules, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the result of queries that see no key, ``[batch, num_heads, 1 or q_len, head_dim]``.
+
+    A mask that is added to scores absorbs their values, and leaves their gradients: those of softmax where all scores
+    are equal. The covariance of keys and values, ``[head_dim, head_dim]``, gives them without a matrix of scores.
+    """
+    group = query.shape[1] // key.shape[1]
+    mean = value.mean(dim=2, keepdim=True).repeat_interleave(group, dim=1)
+    if rules.build is None or not rules.adds_mask or not needs_gradients(query, key):
+        return mean
+    with no_autocast(query.device.type):  # sums over all keys may overflow in float16
+        working = torch.promote_types(value.dtype, torch.float32)
+        query, key, value = (x.to(working) for x in (query, key, value.detach()))
+        covariance = (key - key.mean(dim=2, keepdim=True)).mT @ value / key.shape[2]
+        scored = rules.scale * query @ covariance.repeat_interleave(group, dim=1)
+    return mean + (scored - scored.detach()).to(mean.dtype)  # adds 0
 
 
 def _plan(

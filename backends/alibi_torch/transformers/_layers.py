@@ -107,7 +107,7 @@ class AcceleratedMptAttention(AcceleratedAttention, MptAttention):
 
     def _rules(self) -> Rules:
         build = None if self.alibi_state.contract == "exact" else self.build
-        return Rules(self.alibi_slopes, self.softmax_scale, build, counts_text=False)
+        return Rules(self.alibi_slopes, self.softmax_scale, build, counts_text=False, adds_mask=False)
 
     def _project(self, hidden_states: Tensor) -> Any:
         mixed = self.Wqkv(hidden_states)
