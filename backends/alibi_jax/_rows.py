@@ -22,7 +22,8 @@ def attention(call: AttentionCall, query: jax.Array, key: jax.Array, value: jax.
     """Return attention, ``[*batch, num_heads, q_len, head_dim]``, of heads-first tensors."""
     shape, call = query.shape, call.with_one_batch_axis()
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
-    rows = min(max(16, BIAS_ELEMENTS // (call.batch[0] * call.num_heads * call.kv_len)), call.q_len)
+    batch = call.batch[0] if isinstance(call.batch[0], int) else 1  # jax.export with a symbolic batch size
+    rows = min(max(16, BIAS_ELEMENTS // (batch * call.num_heads * call.kv_len)), call.q_len)
     return _by_blocks(*split_call(replace(call, q_len=rows)), query, key, value).reshape(shape)
 
 

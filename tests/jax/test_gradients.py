@@ -52,6 +52,18 @@ def test_gradients_asked_for_alone_are_right(problem: Problem) -> None:
     assert not departures(problem, Backend(JAX, "alibi_jax", None))[0]
 
 
+def test_gradients_of_other_arguments_before_change_nothing() -> None:
+    x, slopes = jax.random.normal(jax.random.key(0), (1, 3, 2, 4)), jnp.ones(2)
+
+    def loss(query: jax.Array, slopes: jax.Array) -> jax.Array:
+        return jnp.sum(alibi_jax.attention(query, x, x, slopes) ** 2)
+
+    expected = [jax.grad(loss, argnums=n)(x, slopes) for n in (0, 1)]
+    # Rematerialisation differentiates the traced function anew, after the gradients of each argument.
+    for n, gradient in enumerate(expected):
+        np.testing.assert_allclose(jax.grad(jax.checkpoint(loss), argnums=n)(x, slopes), gradient, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 def test_gradients_asked_for_alone_of_dense_attention_are_right(name: str) -> None:

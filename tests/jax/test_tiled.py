@@ -48,14 +48,15 @@ def test_many_tiles_are_exact_with_their_gradients(case: Case, dtype: str) -> No
     assert_exact(case, dtype, implementation="tiled")
 
 
-def test_a_program_for_any_batch_is_exact_in_many_tiles() -> None:
+@pytest.mark.parametrize("law", ["linear", "log"])
+def test_a_program_for_any_batch_is_exact_in_many_tiles(law: str) -> None:
     # Its tiles have all heads, as where XLA divides a program among devices.
-    case = plain(Sizes(2, 2, 2, (400, 400), 4)).with_arrays(slopes=SLOPES)
+    case = plain(Sizes(2, 2, 2, (400, 400), 4)).with_arguments("", {"law": law}).with_arrays(slopes=SLOPES)
     tensors, cotangent = tensors_of(case, "float32"), jnp.asarray(case.arrays["cotangent"].swapaxes(1, 2), jnp.float32)
 
     @jax.jit
     def result_and_gradients(tensors: dict[str, jax.Array], cotangent: jax.Array) -> dict[str, jax.Array]:
-        result, pull = jax.vjp(lambda x: alibi_jax.attention(**x, implementation="tiled"), tensors)
+        result, pull = jax.vjp(lambda x: alibi_jax.attention(**x, law=law, implementation="tiled"), tensors)
         return {"result": result} | pull(cotangent)[0]
 
     (batch,) = export.symbolic_shape("batch")

@@ -52,20 +52,21 @@ def differentiable(
         return forward(options, _joined(moving, others), False)[0].astype(moving[0].dtype)
 
     def forward_rule(options: Any, moving: Any, others: Any) -> tuple[jax.Array, Any]:
-        # None or True, not False: the pytree structure of the residuals must say statically whether slopes have
-        # gradients.
-        slopes_too = any(x is not None and x.perturbed for x in moving[3:]) or None
+        # The shape of a residual, [1] or [0], says statically whether slopes have gradients. Its pytree structure must
+        # not: JAX keeps one structure for a traced function, whichever arguments have gradients.
+        marker = jnp.zeros(int(any(x is not None and x.perturbed for x in moving[3:])))
         moving, others = jax.tree.map(lambda x: x.value, (moving, others), is_leaf=lambda x: hasattr(x, "perturbed"))
         result, residuals = forward(options, _joined(moving, others), True)
-        return result.astype(moving[0].dtype), (moving, others, result, residuals, slopes_too)
+        return result.astype(moving[0].dtype), (moving, others, result, residuals, marker)
 
     def backward_rule(options: Any, saved: Any, cotangent: Any) -> tuple[Any, None]:
-        moving, others, result, residuals, slopes_too = saved
+        moving, others, result, residuals, marker = saved
+        slopes_too = marker.size > 0
         if isinstance(cotangent, SymbolicZero):
             return None, None
         dtype, slopes = moving[0].dtype, [x for x in moving[3:] if x is not None]
         operands = _joined(moving, others)
-        found = backward(options, operands, result, residuals, cotangent.astype(dtype), slopes_too is not None)
+        found = backward(options, operands, result, residuals, cotangent.astype(dtype), slopes_too)
         # JAX requires gradients of slopes even if they were not requested: return zeros.
         of_slopes = map(_summed_as, found[3:], slopes) if slopes_too else map(jnp.zeros_like, slopes)
         return (*(x.astype(dtype) for x in found[:3]), *of_slopes, *[None] * (2 - len(slopes))), None
