@@ -160,6 +160,8 @@ def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
         ("slopes 4 --score-range nan", "--score-range must be finite, got nan"),
         ("explain -8", "LENGTH must be at least 1, got -8"),
         ("explain 2147483647", "lengths must stay within 2147483647 tokens"),
+        ("explain 8 --tokens text", "--tokens must come with DIR, a checkpoint that reads them, got LENGTH 8"),
+        ("explain ²", "directory must be one that holds a checkpoint, got '²'"),
         ("explain 8 --num-heads 0", "num_heads must be at least 1, got 0"),
         ("explain 8 --window-size -1", "window_size must not be negative, got -1"),
         ("explain 8 --tolerance -1", "tolerance must not be negative, got -1.0"),
