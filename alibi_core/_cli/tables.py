@@ -77,7 +77,9 @@ def _slopes(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     lengths: tuple[int, ...] = LENGTHS
-    if options.target.lstrip("-").isdigit():
+    if options.target.lstrip("-").isdecimal():
+        if options.tokens is not None:
+            raise ValueError(f"--tokens must come with DIR, a checkpoint that reads them, got LENGTH {options.target}")
         length = checks.size("LENGTH", int(options.target))
         checks.positions_fit(0, length, length)
         slopes = alibi_core.slopes(options.num_heads, scheme=options.scheme, bias_max=options.bias_max)

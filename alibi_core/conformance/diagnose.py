@@ -349,8 +349,12 @@ def _best(
         for tried in sorted(options, key=lambda x: sum(where is not None for _, where in x)):
             count = sum(x.fits(tried) for x in later)
             # One probe is too little evidence for a mistake under a condition, or after an unexplained probe: then the
-            # mistake must also explain a later probe that fails otherwise.
+            # mistake must also explain a later probe that fails otherwise. After an unexplained probe, it must explain
+            # most of the failing probes that it changes: a few agree by chance.
             is_sure = count > len(later) - failing
+            if is_sure and len(before) < number:
+                changed = [x for x in later if not (x.fits(found) or _same(x.answers(tried), x.answers(found)))]
+                is_sure = 2 * sum(x.fits(tried) for x in changed) > len(changed)
             is_plain = all(where is None for _, where in tried[len(found) :]) and len(before) == number
             if count > most and (is_sure or is_plain):
                 best, most = tried, count

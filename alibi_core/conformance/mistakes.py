@@ -248,6 +248,8 @@ mistake("slope gradient negated", "The gradient of slopes has the wrong sign: th
         d_slopes=lambda c, x: -x)
 mistake("slope gradient scaled", "The gradient of slopes is multiplied by scale, which the bias is not.",
         d_slopes=lambda c, x: x * c.scale)
+mistake("slope gradient of logarithms", "The gradient of slopes is multiplied by the slopes: it is that of their "
+        "logarithms.", d_slopes=lambda c, x: x * c.rates)
 mistake("slope gradient averaged", "The gradient of slopes is averaged over the batch instead of summed.",
         d_shared_slopes=lambda c, x: x / c.batch)
 mistake("slope gradient of first batch entry", "The gradient of slopes is the first batch entry's alone: sum it over "

@@ -235,6 +235,7 @@ def differentiate(c: Computation) -> dict[str, Values]:
     for name, side in sides.items():
         along = c.changed("bias", -(side * c.penalty))  # the bias of slopes of 1 on this side
         gradient = (c.d_scores * along).sum(axis=(2, 3))
+        c.step("rates", getattr(c, name))  # the slopes of this side, [batch, num_heads]
         gradient = c.step("d_slopes", _to_given_slopes(c, gradient))  # [batch, num_heads]
         found[name] = c.step("d_shared_slopes", gradient.sum(axis=0)) if c.shares_slopes else gradient
     return found

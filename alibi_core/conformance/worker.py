@@ -66,7 +66,9 @@ def supervised(source: str, settings: Settings) -> Iterator[Report | str]:
 def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, Any]]:
     """Yield the events of a worker until it ends; if it dies or hangs, the last event is a crash."""
     request = json.dumps(asdict(settings) | {"source": source, "first": first})
-    command = [sys.executable, "-m", "alibi_core.conformance.worker", request]
+    # runpy warns that the package has imported this module already.
+    quiet = "ignore::RuntimeWarning:runpy"
+    command = [sys.executable, "-W", quiet, "-m", "alibi_core.conformance.worker", request]
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)

@@ -143,6 +143,15 @@ def test_what_has_no_name_is_told_by_the_law_and_by_how_much() -> None:
     assert "(num_heads=1)" in diagnosis.sentence
 
 
+def test_no_mistake_is_named_that_agrees_by_chance() -> None:
+    def attention(*tensors: Any, **arguments: Any) -> Any:
+        return Mistaken().attention(*tensors, law="log", **arguments)
+
+    features = ("lengths", "offset", "symmetric", "window", "segments", "mask", "scale")
+    report = check(SimpleNamespace(attention=attention, features=features), laws=["causal"])
+    assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
+
+
 WRONG_FROM = [
     (
         "tokens",

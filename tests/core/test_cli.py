@@ -160,6 +160,8 @@ def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
         ("slopes 4 --score-range nan", "--score-range must be finite, got nan"),
         ("explain -8", "LENGTH must be at least 1, got -8"),
         ("explain 2147483647", "lengths must stay within 2147483647 tokens"),
+        ("explain 8 --tokens text", "--tokens must come with DIR, a checkpoint that reads them, got LENGTH 8"),
+        ("explain ²", "directory must be one that holds a checkpoint, got '²'"),
         ("explain 8 --num-heads 0", "num_heads must be at least 1, got 0"),
         ("explain 8 --window-size -1", "window_size must not be negative, got -1"),
         ("explain 8 --tolerance -1", "tolerance must not be negative, got -1.0"),
@@ -287,7 +289,7 @@ def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(a
     assert "crashed: the process ended with signal" in capsys.readouterr().out
     dead, left, hung, right = json.loads((adapters / "report.json").read_text())["reports"]
     assert "signal 6" in dead["report"]["crash"]
-    assert "the process ended with exit status 0" in left["report"]["crash"]
+    assert left["report"]["crash"] == "the process ended with exit status 0"
     assert hung["report"]["crash"] == "a call did not return within 2 s"
     assert [x["passed"] for x in (dead, left, hung, right)] == [False, False, False, True]
 
