@@ -139,6 +139,9 @@ class Caller:
         if not isinstance(result, np.ndarray):
             raise CallError("returned", f"{name} returned {type(result).__name__}, expected a NumPy array")
         if result.shape != shape:
+            if len(shape) == 4 and result.shape == (shape[0], shape[2], shape[1], shape[3]):
+                axes = "[batch, length, heads, head_dim], expected [batch, heads, length, head_dim]"
+                raise CallError("returned", f"{name} returned {axes}")  # without sizes: the same words for all cases
             raise CallError("returned", f"{name} returned shape {result.shape}, expected {shape}")
         own, found = self.offer.dtype, result.dtype.name  # the name has no byte order
         expected = (own,) if own in ("float32", "float64") else (own, "float32")

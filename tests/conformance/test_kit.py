@@ -296,6 +296,7 @@ MISBEHAVIOUR = [
     (Misbehaving(raises), "causal", "attention raised ValueError: seven is too many"),
     (Misbehaving(exits), "causal", "attention raised SystemExit: 3"),
     (Misbehaving(lambda x, _: x[:, :1]), "causal", "attention returned shape (2, 1, 7, 5), expected (2, 3, 7, 5)"),
+    (Misbehaving(lambda x, _: x.swapaxes(1, 2)), "causal", "attention returned [batch, length, heads, head_dim], exp"),
     (Misbehaving(lambda x, _: x.tolist()), "causal", "attention returned list, expected a NumPy array"),
     (Misbehaving(lambda x, _: x.astype(np.int32)), "causal", "attention returned int32, expected float32"),
     (Misbehaving(lambda x, _: x.astype(np.float64)), "conduct", "attention returned float64, expected float32"),
