@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from alibi_core.backend import LENGTH_FIRST, AttentionCall
 from alibi_core.backend.checks import explains_keywords
 from alibi_jax import _rows
-from alibi_jax._call import as_slopes, operands_of
+from alibi_jax._call import operands_of
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, choose, dense
 
@@ -100,9 +100,9 @@ def attention(
         query,
         key,
         value,
-        as_slopes(slopes),
+        slopes,
         is_causal=is_causal,
-        future_slopes=as_slopes(future_slopes),
+        future_slopes=future_slopes,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,

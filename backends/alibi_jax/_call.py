@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from alibi_core.backend import AttentionCall, checks, join_call, split_call
 from alibi_core.backend.checks import namespace_of
@@ -68,12 +67,3 @@ def operands_of(call: AttentionCall, query: Any, key: Any, value: Any, key_norms
 def floating_dtype(name: str, dtype: Any) -> Any:
     """Validate an argument that names a floating dtype, and return the dtype."""
     return jnp.dtype(checks.floating_dtype(namespace_of(xp=jnp), name, dtype))
-
-
-def as_slopes(slopes: Any) -> Any:
-    """Convert slopes from NumPy to JAX; return other slopes unchanged."""
-    if type(slopes) is not np.ndarray or not np.issubdtype(slopes.dtype, np.number):
-        return slopes
-    # Infinite slopes raise later; within jax.jit as well, if these keep their values.
-    with np.errstate(over="ignore"), jax.ensure_compile_time_eval():
-        return jnp.asarray(slopes)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from alibi_core.backend import LENGTH_FIRST, AttentionCall, Explanation
 from alibi_core.backend.checks import check_keywords
 from alibi_jax._attention import attention
-from alibi_jax._call import as_slopes, operands_of
+from alibi_jax._call import operands_of
 from alibi_jax._compatible import Target, broadcasting
 from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, checked, choose, name_of, refusal
 
@@ -49,9 +49,7 @@ def explain(
     checked(implementation)
     check_keywords(attention, arguments)
     arguments.pop("dropout_key", None)
-    if "future_slopes" in arguments:
-        arguments["future_slopes"] = as_slopes(arguments["future_slopes"])
-    call = AttentionCall.check(query, key, value, as_slopes(slopes), layout=LENGTH_FIRST, xp=jnp, **arguments)
+    call = AttentionCall.check(query, key, value, slopes, layout=LENGTH_FIRST, xp=jnp, **arguments)
     if call.is_empty:
         return Explanation.of_nothing(call)
     tensors = tuple(jnp.swapaxes(x, -3, -2) for x in (query, key, value))

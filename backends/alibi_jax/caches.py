@@ -21,7 +21,7 @@ from alibi_core.backend.caches import (
 from alibi_core.backend.checks import explains_keywords, host_values, non_negative_int, positive_int
 from alibi_core.backend.horizon import norm_bounds
 from alibi_jax._attention import run
-from alibi_jax._call import as_slopes, floating_dtype
+from alibi_jax._call import floating_dtype
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, checked
 from alibi_jax._plan import NORM_BLOCK
@@ -202,7 +202,7 @@ class KVCache(NamedTuple):
         counts = q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
         offset = self.length - counts
         call = AttentionCall.check(
-            heads_first, self.key, self.value, as_slopes(slopes), q_offset=offset, tolerance=tolerance, xp=jnp, **rules
+            heads_first, self.key, self.value, slopes, q_offset=offset, tolerance=tolerance, xp=jnp, **rules
         )
         held = _concrete(self.length) if offset.ndim == 0 else None
         if held is not None and held <= self.max_length:

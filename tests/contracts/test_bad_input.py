@@ -373,6 +373,9 @@ def test_slopes_of_numpy_serve_every_library(framework: Framework) -> None:
         lambda x: alibi_core.bias_from_positions(x, positions, positions, dtype="float32"),
         lambda x: alibi_core.bias(x, 3, xp=framework.xp, dtype="float32"),
     )
+    if framework in (TORCH, JAX, MLX):
+        attention, square = importlib.import_module(f"alibi_{framework.name}").attention, tensor[:, :3]  # any layout
+        calls += (lambda x: attention(square, square, square, x, is_causal=False, future_slopes=x),)
     for call in calls:
         expected = call(framework.array(np.float32(numbers)))
         for slopes in (numbers, numbers.astype(np.float32), numbers.astype(">f4")):
