@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from alibi_core._arrays import Array, Namespace, astype, explains_keywords, times
+from alibi_core._arrays import Array, Namespace, astype, explains_keywords
 from alibi_core._call import AttentionCall
 
 
@@ -144,7 +144,7 @@ def dense_attention(
     # bias [..., num_heads, q_len, kv_len]; attends [..., q_len, 1], or None if every query sees a key
     bias, attends = call.bias()
     # [..., num_kv_heads, group, q_len, kv_len]
-    scores = times(xp, xp.matmul(query, xp.matrix_transpose(key)), call.scale)
+    scores = xp.matmul(query, xp.matrix_transpose(key)) * call.scale
     scores = scores + _split_heads(xp, bias, call.num_kv_heads, group)
     weights = _softmax(xp, scores) if softmax is None else softmax(scores)
     if call.dropout > 0 and drop is not None:

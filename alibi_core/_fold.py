@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import Array, DType, arange, astype, brief, checks, floating_name, host_values, times
+from alibi_core._arrays import Array, DType, arange, astype, brief, checks, floating_name, host_values
 from alibi_core._bias import slopes_of_any_sign
 from alibi_core._call import AttentionCall
 from alibi_core._contracts import power_below
@@ -57,7 +57,7 @@ def fold(
     call = AttentionCall.check(query, key, key, slopes, scale=scale, allow_negative_slopes=True)
     if call.scale == 0:
         raise ValueError("scale must not be 0 (slopes are divided by it), got 0")
-    xp, (bits, rate_limbs, position_limbs) = call.xp, _limbs(call.kv_len, call.dtype)
+    bits, rate_limbs, position_limbs = _limbs(call.kv_len, call.dtype)
     size = call.head_dim + rate_limbs * position_limbs
     head_dim = size if head_dim is None else checks.size("head_dim", head_dim)
     if head_dim < size:
@@ -72,7 +72,7 @@ def fold(
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values}")
     # The kernel multiplies by the scale, so slopes are divided by it.
-    rates = _split_rates(call, times(xp, call.slopes, 1 / call.scale), bits, rate_limbs)
+    rates = _split_rates(call, call.slopes * (1 / call.scale), bits, rate_limbs)
     digits = _split_positions(call, bits, position_limbs)
     # A feature for each pair of limbs: [..., num_heads, 1] for queries, [kv_len] for keys
     for_query = [rates[i][..., None] * 2.0**x for (i, *_), x in zip(pairs, of_query, strict=True)]
@@ -118,7 +118,7 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
     sizes = (1 + 2.0 ** (2 - bits)) * (farthest + 2 * lower_limbs)
     additions, multiplications = head_dim + rates * limbs - 1, 2 + (bits >= 24)
     bound = ((additions + multiplications) * sizes + 3 * farthest) * (2.0**-53 if bits == 53 else 2.0**-24)
-    return times(xp, xp.abs(placed), bound * (1 + 2.0**-16))  # covers terms of second order and this line's rounding
+    return xp.abs(placed) * (bound * (1 + 2.0**-16))  # covers terms of second order and this line's rounding
 
 
 def _limbs(kv_len: int, dtype: DType) -> tuple[int, int, int]:

@@ -71,7 +71,7 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None, names: Sequ
             # Name the arguments that belong to another library than xp.
             strange = [x for x, of in zip(names, found, strict=False) if library_name(of) != library_name(xp)]
             which, listed_names = ("these", f": {', '.join(strange)}") if strange else ("the others", "")
-            how = f"make {which} arrays of {library_name(xp)}, by {_maker(xp)}{listed_names}"
+            how = f"make {which} arrays of {library_name(xp)}, by {library_name(xp)}.asarray{listed_names}"
         raise TypeError(f"arrays must belong to one array namespace, got {listed}; {how}")
     if found:
         return found[0]
@@ -136,10 +136,6 @@ def brief(value: Any) -> str:
 def library_name(xp: Namespace) -> str:
     """Return the library's public name: ``torch``, ``jax.numpy``, ``mlx.core``, ..."""
     return str(xp.__name__).removeprefix("array_api_compat.")
-
-
-def _maker(xp: Namespace) -> str:
-    return f"{library_name(xp)}.{'array' if _is_mlx(xp) else 'asarray'}"
 
 
 def adopted(xp: Namespace, slopes: Any, device: Device | None) -> Any:
@@ -325,12 +321,6 @@ def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:
     return np.asarray(array.detach().cpu() if library_name(xp) == "torch" else array)
 
 
-def times(xp: Namespace, array: Any, factor: float) -> Any:
-    """``array * factor``, to the precision of ``array``."""
-    # MLX 0.29 rounds a Python number to float32, also beside a float64 array.
-    return array * (asarray(xp, factor, array.dtype, None) if _is_mlx(xp) else factor)
-
-
 def constant_when_traced(function: Function) -> Function:
     """Mark a function so that ``torch.compile`` calls it while tracing and takes the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # like torch.compiler.assume_constant_result
@@ -388,10 +378,7 @@ def _is_lazy_or_far(array: Any) -> bool:
 
 
 class MLXNamespace:
-    """``mlx.core`` plus the standard's functions that MLX 0.29 lacks or computes less exactly.
-
-    All releases use the same definitions, so tests with a new MLX also cover old ones.
-    """
+    """``mlx.core``, whose functions are those of the standard, without the faults of two of them."""
 
     def __init__(self, core: Namespace) -> None:
         self._core = core
@@ -399,22 +386,6 @@ class MLXNamespace:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
-
-    def asarray(self, values: Any, *, dtype: DType | None = None) -> Any:
-        # Through NumPy: MLX 0.29 rounds Python floats to float32, also for a float64 array.
-        return self._core.array(np.asarray(values), dtype=dtype)
-
-    def astype(self, array: Any, dtype: DType) -> Any:
-        return array.astype(dtype)
-
-    def isdtype(self, dtype: DType, kind: str) -> bool:
-        if kind == "bool":
-            return bool(dtype == self._core.bool_)
-        category = {"real floating": self._core.floating, "integral": self._core.integer}[kind]
-        return bool(self._core.issubdtype(dtype, category))
-
-    def matrix_transpose(self, array: Any) -> Any:
-        return self._core.swapaxes(array, -1, -2)
 
     def matmul(self, one: Any, other: Any) -> Any:
         if one.size and other.size:
@@ -424,14 +395,8 @@ class MLXNamespace:
         batch = np.broadcast_shapes(one.shape[:-2], other.shape[:-2])
         return self._core.zeros((*batch, one.shape[-2], other.shape[-1]), dtype=one.dtype)
 
-    def flip(self, array: Any, *, axis: int) -> Any:
-        return self._core.take(array, self._core.arange(array.shape[axis] - 1, -1, -1), axis=axis)
-
-    def cumulative_sum(self, array: Any, *, axis: int) -> Any:
-        return self._core.cumsum(array, axis=axis)
-
     def exp(self, array: Any) -> Any:
         # MLX (0.32 and before) computes exp of float64 in float32; its power is exact.
         if array.dtype != self._core.float64:
             return self._core.exp(array)
-        return self._core.power(self.asarray(math.e, dtype=self._core.float64), array)
+        return self._core.power(self._core.asarray(math.e, dtype=self._core.float64), array)

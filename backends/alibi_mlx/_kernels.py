@@ -39,10 +39,6 @@ def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array
             out = out.astype(query.dtype)
             if out.shape == query.shape and part.tiles == 1:  # a single tile covers the call
                 return out
-            if not before:
-                # Work-around: MLX before 0.32.2 crashes in mx.jvp at an assignment if only one of the two sides has a
-                # tangent. Make `result` depend on `out`, so that both have one.
-                result = _after(result, [out])
             put_queries(result, part, out)
             before = [out]
     return result

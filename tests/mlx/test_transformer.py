@@ -61,7 +61,6 @@ def test_compiled_model_equals_eager():
     assert_close(mx.compile(model)(batch), model(batch), terms=TERMS)
 
 
-@pytest.mark.skipif(mx.__version__.startswith("0.29"), reason="MLX 0.29 adds no bias of bfloat16 on the CPU")
 def test_a_model_of_low_precision_computes_in_it_but_for_its_slopes():
     model, batch = lively_model(), tokens(2, 13)
     expected = MLX.numpy(model(batch))

@@ -42,8 +42,7 @@ class Framework:
         values = np.asarray(values)
         if values.dtype == np.float64 and dtype != "float64":
             values = values.astype(np.float32)
-        make = {"dask": "from_array", "mlx": "array"}.get(self.name, "asarray")  # MLX has had asarray since 0.30 only
-        array = getattr(self.xp, make)(values)
+        array = (self.xp.from_array if self.name == "dask" else self.xp.asarray)(values)
         return array if dtype is None else self.cast(array, dtype)
 
     def placed(self, value: Any) -> Any:
