@@ -2,7 +2,7 @@
 
 A missing name makes calls slower, never wrong: fused kernels are replaced by plain operators, calls go through
 PyTorch's dispatcher, as they do under a compiler, and accelerated models of transformers run their own code under
-dispatch modes. PyTorch 2.9 to 2.14 have all of these names.
+dispatch modes. PyTorch 2.9 to 2.15 have all of these names.
 """
 
 from __future__ import annotations
