@@ -100,10 +100,10 @@ def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: 
     """
     shape = tuple(check_positions(xp, "positions", positions).shape)
     axes = ", ".join([*(["batch"] if batch else []), name])
-    # Shapes that fit both readings are refused: [batch, length] or [length, dims].
+    # Shapes that fit both readings are refused: [batch, length] or [length, dims]. A single position reads alike.
     on_line = shape[-1:] == (length,) and checks.broadcasts(shape[:-1], batch)
     in_space = shape[-2:-1] == (length,) and shape[-1] > 0 and checks.broadcasts(shape[:-2], batch)
-    if on_line and in_space:
+    if on_line and in_space and any(size > 1 for size in shape):
         raise ValueError(
             f"positions must have axes that cannot be mistaken, got {shape} for {length} tokens; use positions[..., "
             f"None] if they are [{axes}], or positions[None] if they are [{name}, dims]"

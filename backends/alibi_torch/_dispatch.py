@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alibi_core.backend import AttentionCall
-from alibi_torch._internals import has_tangent, in_transform
+from alibi_torch._internals import has_tangent, in_transform, is_differentiated
 
 _NOTHING = nullcontext()
 IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a call is the default
@@ -33,6 +33,8 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return call.dense_only
     if name != "dense" and has_tangent(query, key, value, call.slopes, call.future_slopes):
         return "has no derivatives in forward mode"
+    if name != "dense" and torch.compiler.is_compiling() and is_differentiated():
+        return "cannot be differentiated by torch.func under a compiler"
     if name == "tiled" and device not in ("cpu", "meta") and call.is_toeplitz:
         return f"runs on the CPU alone, got {device}"
     if name != "flex":

@@ -27,8 +27,10 @@ def _found(path: str) -> Any:
 # Fused CPU attention: takes query, key, value, dropout, is_causal, attn_mask, scale; returns result and log-sum-exp.
 FLASH = _found("_scaled_dot_product_flash_attention_for_cpu")
 FLASH_BACKWARD = _found("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
-# Returns the innermost active transform of torch.func, or None.
-_INTERPRETER = _found("_C._functorch.peek_interpreter_stack")
+# Returns the number of active transforms of torch.func, also under torch.compile, which guards it.
+_TRANSFORMS = _found("_C._functorch.get_dynamic_layer_stack_depth")
+# Returns the active transforms of torch.func, innermost last; None if there are none.
+_INTERPRETERS = _found("_C._functorch.get_interpreter_stack")
 _DISPATCH_MODES = _found("_C._len_torch_dispatch_stack")  # returns the number of active modes
 _MODE_OF, _FAKE = _found("_C._get_dispatch_mode"), _found("_C._TorchDispatchModeKey.FAKE")  # the mode of fake tensors
 try:
@@ -82,7 +84,13 @@ def multiplies_bfloat16() -> bool:
 
 def in_transform() -> bool:
     """Whether a transform of ``torch.func`` is active; True (the safe answer) if PyTorch cannot say."""
-    return _INTERPRETER is None or _INTERPRETER() is not None
+    return _TRANSFORMS is None or _TRANSFORMS() > 0
+
+
+@torch.compiler.assume_constant_result  # a compiler cannot trace it, but guards which transforms are active
+def is_differentiated() -> bool:
+    """Whether a transform of ``torch.func`` that differentiates is active; True if PyTorch cannot say."""
+    return _INTERPRETERS is None or any(x.key().name in ("Grad", "Jvp") for x in _INTERPRETERS() or ())
 
 
 def has_dispatch_mode() -> bool:
@@ -117,9 +125,9 @@ def is_watched(*tensors: Tensor) -> bool:
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether any tensor may have a forward-mode tangent; inside a transform of torch.func that is always assumed."""
-    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
+    """Whether any tensor may have a forward-mode tangent; assumed in forward mode under a compiler or a transform."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
         return False
-    if _INTERPRETER is not None and _INTERPRETER() is not None:
+    if torch.compiler.is_compiling() or in_transform():
         return True
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)

@@ -26,7 +26,6 @@ from alibi_torch._internals import fused_backward, fused_forward, in_transform
 # Fused kernels take up to 256 queries at a time. The bias of a block has about 4 MiB of float32, to stay in a cache.
 TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, few=16)
 NORMS = {"manhattan": 1.0, "euclidean": 2.0, "chebyshev": math.inf}  # as exponents
-COMPILED_BLOCKS = 8  # Under a compiler, which unrolls the loop over blocks, there are at most this many.
 
 
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) ->
     rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
     if in_transform():  # torch.func rejects a Function without a vmap rule, and warns of the fused function under vmap
         result = dense_reference(call, *tensors)
-    elif torch.compiler.is_exporting():  # for any length: a loop would make the number of blocks a constant
+    elif torch.compiler.is_compiling():  # a loop would make the number of blocks a constant
         result = sdpa(call, *tensors)
     else:
         result = _Rows.apply(call, *tensors, *rates)
@@ -73,12 +72,8 @@ class _Block(NamedTuple):
 
 def _blocks(call: AttentionCall) -> Iterator[_Block]:
     """Yield the blocks of a call with as many key/value heads as heads."""
-    tiling = current_tiling(TILING)
-    if torch.compiler.is_compiling():  # fewer, larger blocks
-        rows = max(tiling.rows[1], -(-call.q_len // COMPILED_BLOCKS))
-        tiling = replace(tiling, rows=(16, rows), bias_elements=2**62)
     before = None
-    for job in sorted(plain_jobs(call, tiling), key=lambda job: (job.batch.start, job.q_start)):
+    for job in sorted(plain_jobs(call, current_tiling(TILING)), key=lambda job: (job.batch.start, job.q_start)):
         part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
         has_own_mask = call.mask is not None and axis_of("mask", "heads", call.mask) is not None
         if before != (job.batch, job.queries) or has_own_mask:
@@ -102,7 +97,7 @@ def _minus_distances(call: AttentionCall) -> Tensor | None:
     None for other calls: the core takes a pass for each step, which only a compiler fuses.
     """
     points = call.q_points, call.kv_points
-    if call.device.type != "cpu" or torch.compiler.is_compiling():
+    if call.device.type != "cpu":
         return None
     if not all(x is not None and x.is_floating_point() and x.shape[-1] > 1 for x in points):
         return None
@@ -124,8 +119,7 @@ def _biases(call: AttentionCall) -> Iterator[tuple[_Block, Tensor, Tensor | None
     for block in _blocks(call):
         part = block.call
         shapes = [(*batch, part.num_heads, part.q_len, part.kv_len) for batch in ((), (1,), part.batch)]
-        fits = bias is not None and bias.shape in shapes and not torch.compiler.is_compiling()
-        bias, attends = part.bias(block.terms, bias if fits else None)
+        bias, attends = part.bias(block.terms, bias if bias is not None and bias.shape in shapes else None)
         yield block, bias.reshape((1,) * (4 - bias.ndim) + bias.shape), attends
 
 

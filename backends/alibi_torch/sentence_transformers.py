@@ -92,7 +92,7 @@ class AlibiEmbedding(InputModule):
             saved = _read(folder / OWN_CONFIG)
             fields = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.pop("config").items()}
             encoder = AlibiEncoder(AlibiConfig(**fields), saved.pop("vocab_size"))
-            encoder.load_state_dict(load_file(folder / WEIGHTS))
+            encoder.load_state_dict(load_file(folder / WEIGHTS), assign=True)  # keeps the dtypes of the file
             return cls(encoder if dtype is None else encoder.to(dtype), tokenizer, **saved | options).eval()
         encoder = load_checkpoint(folder, dtype=dtype)
         if not isinstance(encoder, AlibiEncoder):

@@ -226,6 +226,19 @@ def test_a_mask_that_cannot_be_mistaken_gets_the_axes_that_it_lacks(
     np.testing.assert_array_equal(attention_with_mask(sizes, mask), expected)
 
 
+def test_positions_that_may_be_mistaken_are_refused_but_not_a_single_one() -> None:
+    def attention(length: int, positions: np.ndarray) -> np.ndarray:
+        tensors = np.random.default_rng(1).standard_normal((3, length, 2, length, 4))  # as many texts as tokens
+        return alibi_core.attention(*tensors, positions=positions, is_causal=False)
+
+    places = np.arange(9.0).reshape(3, 3)
+    with pytest.raises(ValueError, match=r"positions must .* mistaken, got \(3, 3\) .*use positions\[\.\.\., None\]"):
+        attention(3, places)
+    for spelled in (places[..., None], places[None]):
+        attention(3, spelled)
+    np.testing.assert_array_equal(attention(1, places[:1, :1]), attention(1, places[:1, :1, None]))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_integers_are_the_mask_of_a_tokenizer(backend: Backend) -> None:
     text = np.arange(7) < np.asarray([7, 4, 2, 5, 6])[:, None]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+
+from torch.nn.utils import parametrize, prune  # noqa: E402
 
 import alibi_core  # noqa: E402
 import alibi_torch  # noqa: E402
@@ -152,6 +155,24 @@ def test_training_goes_on_after_a_cast() -> None:
     assert layer.log_slopes.grad.dtype == torch.float32
     layer(torch.randn(2, 5, 24, dtype=torch.bfloat16)).square().sum().backward()
     optimizer.step()
+
+
+RENAMED: dict[str, Callable[[AlibiAttention], object]] = {
+    "parametrized": lambda layer: parametrize.register_parametrization(layer, "log_slopes", torch.nn.Hardtanh(-9, 9)),
+    "pruned": lambda layer: prune.identity(layer, "log_slopes"),
+}
+
+
+@pytest.mark.parametrize("store", RENAMED.values(), ids=RENAMED)
+def test_slopes_that_are_stored_under_another_name_keep_their_precision(store: Callable[..., object]) -> None:
+    layer = AlibiAttention(24, 6, learnable_slopes=True)
+    exact = layer.log_slopes.detach().clone()
+    store(layer)
+    layer(torch.randn(2, 5, 24)).sum().backward()
+    layer.to(torch.bfloat16)
+    result = layer(torch.randn(2, 5, 24, dtype=torch.bfloat16))
+    torch.testing.assert_close(layer.log_slopes.detach(), exact, rtol=0, atol=0)
+    result.sum().backward()
 
 
 def test_layer_takes_numpy_slopes_of_any_strides_and_rights_and_other_dtypes() -> None:

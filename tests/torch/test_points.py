@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from alibi_torch import attention  # noqa: E402
+from benchmarks.harness import peak_growth  # noqa: E402
 
 between = partial(attention, distance="euclidean", is_causal=False)
 SLOPES = torch.tensor([0.5, 0.2, 0.1])
@@ -48,6 +49,22 @@ def test_a_program_with_points_is_exported_for_any_length() -> None:
     shapes = ({2: length},) * 3 + ({1: length},)
     program = torch.export.export(Program(), tuple(problem(50)), dynamic_shapes=shapes).module()
     torch.testing.assert_close(program(*problem(33)), Program()(*problem(33)), rtol=0, atol=1e-6)
+
+
+def compiled_between(length: int) -> Any:
+    """Return a compiled call with its gradients for 16 texts, warmed up."""
+    positions, compiled = torch.rand(length, 2) * 90, torch.compile(between, fullgraph=True, backend="aot_eager")
+    tensors = [x.requires_grad_() for x in torch.randn(3, 16, 3, length, 8).unbind()]
+
+    def call() -> Any:
+        return torch.autograd.grad(compiled(*tensors, SLOPES, positions=positions).sum(), tensors)
+
+    call()
+    return call
+
+
+def test_a_compiled_call_holds_the_bias_but_no_scores_of_each_text() -> None:
+    assert peak_growth("tests.torch.test_points:compiled_between", 1024) < 16 * 3 * 1024**2 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -85,3 +85,13 @@ def test_a_trained_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> No
         np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
         assert (again.max_seq_length, again[0].normalize) == (5, True)
     assert np.abs(model.encode(TEXTS[0]) - expected(folder, TEXTS[0])).max() > 1e-3
+
+
+def test_a_saved_model_keeps_its_dtype(folder: Path, tmp_path: Path) -> None:
+    module = AlibiEmbedding.of(folder, dtype=torch.bfloat16)
+    SentenceTransformer(modules=[module], device="cpu").save(str(tmp_path / "saved"))
+    for dtype, right in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        again = AlibiEmbedding.of(tmp_path / "saved", dtype=dtype)
+        assert {x.dtype for x in again.parameters()} == {right}
+        assert all(x.requires_grad for x in again.parameters())
+        torch.testing.assert_close(again.state_dict(), module.state_dict(), rtol=0, atol=0, check_dtype=False)

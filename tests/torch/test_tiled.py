@@ -407,6 +407,28 @@ def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
             FORWARD[way](functools.partial(function, implementation=name), point, tangent)
 
 
+COMPILED: dict[str, Callable[..., Any]] = {
+    "jvp": lambda f, x: along(f)(x),
+    "forward_ad": lambda f, x: by_forward_ad(f, x, x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).square().sum()))(x[None]),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(x[None]).square().sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).square().sum())(x),
+}
+
+
+@pytest.mark.parametrize("transform", COMPILED.values(), ids=COMPILED)
+def test_transforms_inside_of_a_compiled_function(transform: Any) -> None:
+    torch.compiler.reset()
+    query, key, value = tensors((3, 5), batch=1, dtype=torch.float64)
+
+    def derivative(implementation: str | None, query: torch.Tensor) -> torch.Tensor:
+        rules = {"slopes": SLOPES, "implementation": implementation}
+        return transform(lambda query: alibi_torch.attention(query, key, value, **rules), query)
+
+    compiled = torch.compile(functools.partial(derivative, None), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query), derivative("dense", query), rtol=2.0**-40, atol=2.0**-40)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints(use_reentrant: bool) -> None:
     inputs = [x.requires_grad_() for x in (*tensors((7, 11)), SLOPES.clone())]

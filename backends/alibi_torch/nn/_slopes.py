@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from alibi_core.backend.models import KEY, LayerShape, layer_record, mismatch
 
+NAMES = ("slopes", "future_slopes", "log_slopes")
+
 
 class KeepsSlopes(nn.Module):
     """A module whose slopes move with it between devices, keep float32, and get their values when it leaves ``meta``.
@@ -44,13 +46,20 @@ class KeepsSlopes(nn.Module):
         """The slopes in use, ``[num_heads]``, fixed or learned."""
         return self.slopes if self.log_slopes is None else self.log_slopes.exp()
 
+    def _stored_slopes(self) -> list[tuple[nn.Module, str]]:
+        """Return where slopes are stored, as modules and names; pruning and parametrizations rename them."""
+        parametrized: Any = getattr(self, "parametrizations", {})
+        places: list[tuple[nn.Module, tuple[str, ...]]] = [(self, NAMES)]
+        places += [(parametrized[x], ("original",)) for x in NAMES if x in parametrized]
+        names = ((x, name, start) for x, start in places for name in (*x._parameters, *x._buffers))
+        return [(x, name) for x, name, start in names if name.startswith(start) and getattr(x, name) is not None]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        names = ("slopes", "future_slopes", "log_slopes")
-        before = {name: x.detach() for name in names if (x := getattr(self, name)) is not None}
+        before = [(module, name, getattr(module, name).detach()) for module, name in self._stored_slopes()]
         super()._apply(fn, recurse)
-        for name, old in before.items():
-            moved = getattr(self, name)
-            if old.is_meta and name != "log_slopes":  # to_empty allocates without values
+        for module, name, old in before:
+            moved = getattr(module, name)
+            if old.is_meta and name in NAMES[:2]:  # to_empty allocates without values
                 moved.data = self._slopes_on(name, moved.device)
             elif moved.dtype != old.dtype:  # undo the cast, of the gradient too
                 gradient, moved.grad = moved.grad, None
