@@ -207,7 +207,9 @@ class BaseTextModel(Module):
     def _vocab_size(self) -> int:
         """The size of the embedding, which users enlarge for tokens of their own; MLX's has no ``num_embeddings``."""
         table: Any = self.embedding
-        return int(table.num_embeddings if hasattr(table, "num_embeddings") else table.weight.shape[0])
+        if hasattr(table, "num_embeddings"):
+            return int(table.num_embeddings)
+        return int(getattr(table, "embedding", table).weight.shape[0])  # LoRA and DoRA of mlx-lm wrap the embedding
 
     def _embed(self, tokens: Any, token_types: Any | None = None) -> Any:
         xp = namespace_of(tokens)

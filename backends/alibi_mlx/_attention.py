@@ -43,8 +43,8 @@ def attention(
     weights sum to less than the tolerance. For this proof the call evaluates the tensors if there are more than 1,024
     keys; with ``tolerance=0`` it stays lazy. Slopes that are MLX arrays are always evaluated, to validate them; NumPy
     slopes and default slopes are not. ``mx.vmap`` is supported. Under ``mx.compile`` no values can be read, so all
-    visible keys are computed. The program depends on the lengths, so ``shapeless=True`` is not supported; MLX refuses
-    it, except for ``"dense"`` traced with a single key.
+    visible keys are computed. The program depends on the lengths, so ``shapeless=True`` is not supported: MLX refuses
+    it, except for ``"dense"``, where MLX 0.32 crashes if it traces a single key.
 
     Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that sees no key gives
     zeros.

@@ -215,14 +215,19 @@ def test_users_may_refuse_promotion_of_ranks(implementation: str) -> None:
 
 
 def test_users_may_refuse_promotion_of_dtypes() -> None:
-    config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, is_causal=False)
-    encoder, state = nnx.split(nnx.eval_shape(lambda: alibi_jax.AlibiEncoder(config, 11, rngs=nnx.Rngs(0))))
-    tokens, low, lengths = jnp.ones((2, 7), int), jnp.ones((1, 1, 2, 4), jnp.bfloat16), jnp.asarray([3, 7])
+    low = jnp.ones((1, 1, 2, 4), jnp.bfloat16)
     cache = alibi_jax.KVCache.make(1, 2, 8, 4, dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):  # tracing is enough to see one
         assert jax.eval_shape(lambda: cache.append(low, low).attend(low, jnp.ones(2))).dtype == jnp.bfloat16
+
+
+def test_users_of_encoders_may_refuse_promotion_of_dtypes_and_ranks() -> None:
+    config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, is_causal=False)
+    encoder, state = nnx.split(nnx.eval_shape(lambda: alibi_jax.AlibiEncoder(config, 11, rngs=nnx.Rngs(0))))
+    tokens, lengths = jnp.ones((2, 7), int), jnp.asarray([3, 7])
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for pooling in ("mean", "cls"):
-            for rules in ({"lengths": lengths}, {"mask": jnp.arange(7) < lengths[:, None]}):
+            for rules in ({"lengths": lengths}, {"mask": jnp.arange(7)[None] < lengths[:, None]}):
 
                 def encode(state: Any, rules: dict[str, jax.Array], pooling: str = pooling) -> jax.Array:
                     return nnx.merge(encoder, state).encode(tokens, pooling=pooling, **rules)

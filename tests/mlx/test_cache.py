@@ -227,6 +227,9 @@ def test_a_refused_call_sets_a_foreign_cache_back() -> None:
     with pytest.raises(ValueError, match="mask must broadcast"):
         layer(x[:, 5:], cache=cache, mask=mx.ones((3, 3), mx.bool_))
     assert cache.offset == 5
+    # This cache has the refused tokens all the same. They must not be attended to.
+    with pytest.raises(ValueError, match="cache must return every key in order, and no trimmed ones"):
+        layer(x[:, 5:], cache=cache)
 
 
 def test_layer_refuses_caches_it_cannot_use() -> None:

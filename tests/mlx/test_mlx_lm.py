@@ -118,6 +118,18 @@ def test_a_mask_beside_the_cache_of_a_batch_hides_what_either_hides(model: Any) 
     assert cache.size() == 5
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_model_generates_with_adapters_on_its_embedding_too(
+    directory: Path, expected: list[int], use_dora: bool
+) -> None:
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model = alibi_mlx.load_checkpoint(directory)
+    adapters = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["embedding", "attention.q_proj"]}
+    linear_to_lora_layers(model, 1, adapters, use_dora=use_dora)  # new adapters change nothing
+    assert model.generate(mx.array([PROMPT]), NEW_TOKENS)[0, len(PROMPT) :].tolist() == expected
+
+
 def test_its_server_serves_the_model_and_keeps_prompts(
     model: Any, tokenizer: Any, expected: list[int], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
         return jnp.asarray(models.TextRows.check(tokens.shape, lengths, mask).text)
     models.TextRows.check_form(tokens.shape, lengths, mask)
     if lengths is not None:
-        return jnp.arange(tokens.shape[1]) < lengths[:, None]
+        return jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     return mask.astype(bool)
 
 

@@ -117,12 +117,14 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
             raise TypeError(f"cache must have offset and update_and_fetch, as KVCache has, got {type(cache).__name__}")
         held, padding = cache.offset, padding_of(cache)
         key, value = cache.update_and_fetch(key, value)
-        # Distances count back from the last key, so the cache must not have dropped, reordered or quantized keys.
-        is_whole = isinstance(key, mx.array) and is_int(cache.offset) and cache.offset == key.shape[-2]
+        # Distances count back from the last key, so the cache must not have dropped, reordered or quantized keys, nor
+        # return trimmed ones, as ConcatenateKVCache of mlx-lm (0.32.2) does.
+        is_whole = isinstance(key, mx.array) and is_int(cache.offset)
+        is_whole = is_whole and cache.offset == key.shape[-2] == held + query.shape[2]
         if padding is None and not is_whole:
             raise ValueError(
-                "cache must return every key in order, as KVCache does (rotating and quantized caches of mlx-lm do "
-                f"not), got {type(cache).__name__} with offset {cache.offset}"
+                "cache must return every key in order, and no trimmed ones, as KVCache does (rotating, quantized and "
+                f"concatenating caches of mlx-lm do not), got {type(cache).__name__} with offset {cache.offset}"
             )
         try:
             if padding is not None:
