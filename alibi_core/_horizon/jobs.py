@@ -7,6 +7,7 @@ kernel that computes a rectangle with a given bias: PyTorch's attention on the C
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -165,6 +166,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
     fields = [x[head].astype(np.int64) for x in ranges[1:]]
     # The median width of ranges, without the width of the block itself.
     rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), tiling)
+    rows = math.gcd(rows, ranges.q_block)  # a tile needs the keys of one block, so it must lie within one
     starts = np.arange(0, call.q_len, rows)
     counts = np.minimum(rows, call.q_len - starts)
     block = starts // ranges.q_block
@@ -205,7 +207,7 @@ def _rows(call: AttentionCall, width: int, tiling: Tiling) -> int:
         rows *= 2
     while rows > tiling.few and rows * (width + rows) > tiling.bias_elements:
         rows //= 2
-    return min(rows, call.q_len)
+    return rows
 
 
 def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:
