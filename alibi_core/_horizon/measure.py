@@ -224,11 +224,11 @@ def _bound_by_means(
             filling = xp.broadcast_to(queries[-1:], (blocks * count - length, call.head_dim))
             queries = xp.concat([queries, filling], axis=0)
         first = shift + (start // count + before - 1) * count
-        keys = xp.reshape(astype(xp, key[first : first + blocks * count], dtype), (blocks, count, -1))
+        keys = xp.reshape(astype(xp, key[first : first + blocks * count], dtype), (blocks, count, call.head_dim))
         # [blocks, head_dim]
         means = _centred(xp, xp.sum(keys, axis=1) / count, centre)
         # [blocks, count, head_dim] @ [blocks, head_dim, 1]: the mean score is the score of the mean key.
-        scores = xp.matmul(xp.reshape(queries, (blocks, count, -1)), means[..., None])
+        scores = xp.matmul(xp.reshape(queries, (blocks, count, call.head_dim)), means[..., None])
         # Mean distance from a query to the keys of the block before its own.
         distance = astype(xp, arange(xp, length, device_of(xp, query)) % count, dtype) + (count + 1) / 2
         # The exponential is convex: the sum is at least `count` times the exponential of the mean.
