@@ -58,7 +58,9 @@ class Job:
 def entry_of(call: AttentionCall, index: int) -> AttentionCall:
     """Return the call restricted to one batch entry, with an int offset."""
     entry = call.tile(batch=slice(index, index + 1))
-    return replace(entry, q_offset=int(entry.q_offset.reshape(-1)[0] if call.has_offset_array else entry.q_offset))
+    return replace(
+        entry, q_offset=int(call.xp.reshape(entry.q_offset, (-1,))[0] if call.has_offset_array else entry.q_offset)
+    )
 
 
 def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
@@ -121,7 +123,9 @@ def needed_jobs(
     """
     for index in range(call.batch[0]):
         entry, one = entry_of(call, index), slice(index, index + 1)
-        ranges = host_ranges(entry, query[one], key[one], tiling, None if known is None else known.of_entries(one))
+        ranges = host_ranges(
+            entry, query[one, ...], key[one, ...], tiling, None if known is None else known.of_entries(one)
+        )
         if call.q_len <= tiling.few:
             by_head = _few_jobs(entry, ranges, index)
         else:
@@ -215,7 +219,7 @@ def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, 
     lowest = starts + call.q_offset
     result: Ints = (lowest >= 0) & (lowest + counts <= call.kv_len)
     if call.q_segment_ids is not None and call.kv_segment_ids is not None:
-        q_ids, kv_ids = (np.asarray(ids[0]) for ids in (call.q_segment_ids, call.kv_segment_ids))
+        q_ids, kv_ids = (np.asarray(ids[0, ...]) for ids in (call.q_segment_ids, call.kv_segment_ids))
         # All ids in the tile are equal: number the runs of equal ids, and compare the first and the last element.
         q_changes, kv_changes = (np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])]) for ids in (q_ids, kv_ids))
         # Queries of one run, keys of one run, and the same id.
@@ -226,7 +230,7 @@ def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, 
         # A mask that differs by query is never Toeplitz.
         if call.mask.shape[-2] > 1:
             return np.zeros_like(result)
-        shown: Ints = np.all(np.asarray(call.mask[0]), axis=0)[0]  # [kv_len or 1], True where visible to all heads
+        shown: Ints = np.all(np.asarray(call.mask[0, ...]), axis=0)[0]  # [kv_len or 1], True where visible to all heads
         shown = np.broadcast_to(shown, (call.kv_len,))
         # hidden[n]: masked keys among the first n; equal at both ends of a range without any.
         hidden = np.concatenate([[0], np.cumsum(~shown)])
