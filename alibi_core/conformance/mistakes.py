@@ -135,8 +135,10 @@ each(("bfloat16", "float16"), "{} distances", "Distances are rounded to {}: keep
      distance=lambda c, x, n: rounded(x, n))
 each(("bfloat16", "float16"), "{} bias", "The bias is rounded to {} (in distance form): add it in float32.",
      bias=lambda c, x, n: rounded(x, n))
-mistake("float32 bias far away", "The bias is formed in float32 at its full size and loses its digits far away: count "
-        "distances from the row's nearest key.", bias=lambda c, x: rounded(x, "float32"))
+for _how, _steps in (("added", ("bias", "scores")), ("fused", ("scores",))):  # products and sums rounded, or sums alone
+    mistake(f"float32 bias far away: {_how}", "The bias is added in float32 at its full size and loses the digits of "
+            "scores far away: count distances from the row's nearest key.",
+            **dict.fromkeys(_steps, lambda c, x: rounded(x, "float32")))
 
 # --- Positions of queries ---------------------------------------------------------------------------------------------
 

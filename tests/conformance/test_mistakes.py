@@ -203,6 +203,20 @@ def test_a_wrong_bias_is_named(compute: Callable[..., Any], expected: list[str])
     assert sorted(x.key for x in report.diagnoses) == expected
 
 
+@pytest.mark.parametrize("wide", [np.float32, np.float64], ids=["added", "fused"])
+def test_a_kernel_that_adds_far_biases_at_full_size_is_told_so(wide: Any) -> None:
+    def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+        ahead = np.arange(key.shape[2]) - (q_offset + np.arange(query.shape[2])[:, None])
+        scores = (query @ key.swapaxes(-1, -2) / np.float32(query.shape[3] ** 0.5)).astype(wide)
+        scores = (scores - slopes[:, None, None].astype(wide) * abs(ahead).astype(wide)).astype(np.float32)
+        scores = np.where(is_causal & (ahead > 0), -np.inf, scores)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return weights / weights.sum(axis=-1, keepdims=True) @ value
+
+    report = check(SimpleNamespace(attention=attention, features=("lengths", "offset", "far")), laws=["offset"])
+    assert [x.key.partition(":")[0] for x in report.diagnoses] == ["float32 bias far away"], str(report)
+
+
 @pytest.mark.parametrize("function", ["attention", "attention_grad", "bias", "slopes", "decode_step"])
 def test_whatever_an_adapter_does_there_is_a_report(function: str) -> None:
     def raises(*arrays: Any, **options: Any) -> Any:
