@@ -94,6 +94,7 @@ mistake("negated slopes", "They are negative: distance would be rewarded, where 
         slope_list=lambda n, x: -x)
 remade("sorted slopes", "Slopes are sorted, steepest first: for head counts that are no power of two, heads get one "
        "another's.", lambda x: -np.sort(-x))
+remade("reversed slopes", "Slopes are in the opposite order of heads.", lambda x: x[..., ::-1])
 remade("next head's slope", "Each head has the slope of the next one: the head index is off by one.",
        lambda x: np.roll(x, -1, axis=-1))
 for _dtype in ("bfloat16", "float16"):
@@ -292,8 +293,8 @@ mistake("batch mixed as the cache grows", "The cache grows by eight tokens at a 
 mistake("stale cache", "Sequences see the keys of one another: there is one cache for all. Keep it in the cache that "
         "is returned.", held=lambda c, x: c.state["cache"] if c.before else x)
 for _step in ("slopes", "is_causal", "scale", "window_size", "mask", "visible", "bias"):
-    mistake(f"stale {_step}", f"A call gets the {_step} of an earlier one of the same lengths: the bias, or what it is "
-            f"made from, is kept by its lengths alone. Keep it by {_step} too, or not at all.",
+    mistake(f"stale {_step}", f"A call gets the {_step} of an earlier one of the same sizes: the bias, or what it is "
+            f"made from, is kept by sizes alone. Keep it by {_step} too, or not at all.",
             **{_step: lambda c, x, s=_step: c.state.setdefault((s, c.batch, c.num_heads, c.q_len, c.kv_len), x)})
 
 # --- A contract that a bias may follow --------------------------------------------------------------------------------
