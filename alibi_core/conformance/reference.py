@@ -68,6 +68,7 @@ class Computation:
     """
 
     slopes: Any
+    rate: Any
     given_slopes: Any
     scale: Any
     q_ids: Values
