@@ -414,7 +414,8 @@ class AttentionCall:
         """The bias by relative position, for a Toeplitz bias and an int offset: the diagonals of the matrix.
 
         ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest key before a query to the
-        farthest key after a query; -inf where direction or window mask.
+        farthest key after a query; -inf where direction or window mask. Unlike :meth:`bias`, it is of full size, which
+        costs the digits of scores where all keys are far.
         """
         # Start arange at the offset instead of subtracting it: mx.compile would write the number into a kernel's source
         # and compile a new kernel for each length.

@@ -35,7 +35,8 @@ def fold(
     Args:
         query: ``[..., num_heads, q_len, d]`` of float16, bfloat16, float32 or float64.
         key: ``[..., num_kv_heads, kv_len, d]`` of the same dtype. ``num_kv_heads`` divides ``num_heads``.
-        slopes: ``[..., num_heads]``, of any sign, or as in :func:`attention`. In float16 at most 255 times the scale.
+        slopes: ``[..., num_heads]``, of any sign, or as in :func:`attention`. In float16 at most 255 times the scale;
+            below ``2**-16`` times the scale, their last digits are lost.
         scale: Factor of the scores, not 0. Default ``d ** -0.5``.
         head_dim: Features to pad to with zeros. Default ``d + fold_size(kv_len, dtype)``, no padding.
 
@@ -95,7 +96,8 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
     """Return an upper bound of the error that folding adds to a scaled score, one a head.
 
     It holds for any data, and for a kernel that adds products in float32 in any order; docs/bias.md derives it. The
-    rounding error of ``query @ key`` itself comes on top. The result has the shape, library and device of ``slopes``.
+    rounding error of ``query @ key`` itself comes on top, and in float16 that of slopes other than 0 below ``2**-16``
+    times the scale. The result has the shape, library and device of ``slopes``.
 
     Args:
         slopes: ``[..., num_heads]``, or an int for that many canonical slopes.

@@ -169,6 +169,8 @@ def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
     """Return the indices of the heads to draw: the given ones, else at most ``MOST_HEADS``, evenly spaced."""
     if heads is None:
         return [int(x) for x in np.linspace(0, num_heads - 1, min(num_heads, MOST_HEADS)).round()]
+    if checks.is_int(heads):
+        raise TypeError(f"heads must be a sequence of integers, got {heads}; [{heads}] is one head")
     chosen = [checks.integer("heads", head) for head in heads]
     if not chosen or not all(0 <= head < num_heads for head in chosen):
         raise ValueError(f"heads must be some of {num_heads}, from 0, got {chosen}")

@@ -7,6 +7,7 @@ kernel that computes a rectangle with a given bias: PyTorch's attention on the C
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +58,9 @@ class Job:
 def entry_of(call: AttentionCall, index: int) -> AttentionCall:
     """Return the call restricted to one batch entry, with an int offset."""
     entry = call.tile(batch=slice(index, index + 1))
-    return replace(entry, q_offset=int(entry.q_offset.reshape(-1)[0] if call.has_offset_array else entry.q_offset))
+    return replace(
+        entry, q_offset=int(call.xp.reshape(entry.q_offset, (-1,))[0] if call.has_offset_array else entry.q_offset)
+    )
 
 
 def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
@@ -120,7 +123,9 @@ def needed_jobs(
     """
     for index in range(call.batch[0]):
         entry, one = entry_of(call, index), slice(index, index + 1)
-        ranges = host_ranges(entry, query[one], key[one], tiling, None if known is None else known.of_entries(one))
+        ranges = host_ranges(
+            entry, query[one, ...], key[one, ...], tiling, None if known is None else known.of_entries(one)
+        )
         if call.q_len <= tiling.few:
             by_head = _few_jobs(entry, ranges, index)
         else:
@@ -165,6 +170,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
     fields = [x[head].astype(np.int64) for x in ranges[1:]]
     # The median width of ranges, without the width of the block itself.
     rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), tiling)
+    rows = math.gcd(rows, ranges.q_block)  # a tile needs the keys of one block, so it must lie within one
     starts = np.arange(0, call.q_len, rows)
     counts = np.minimum(rows, call.q_len - starts)
     block = starts // ranges.q_block
@@ -205,7 +211,7 @@ def _rows(call: AttentionCall, width: int, tiling: Tiling) -> int:
         rows *= 2
     while rows > tiling.few and rows * (width + rows) > tiling.bias_elements:
         rows //= 2
-    return min(rows, call.q_len)
+    return rows
 
 
 def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:
@@ -213,7 +219,7 @@ def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, 
     lowest = starts + call.q_offset
     result: Ints = (lowest >= 0) & (lowest + counts <= call.kv_len)
     if call.q_segment_ids is not None and call.kv_segment_ids is not None:
-        q_ids, kv_ids = (np.asarray(ids[0]) for ids in (call.q_segment_ids, call.kv_segment_ids))
+        q_ids, kv_ids = (np.asarray(ids[0, ...]) for ids in (call.q_segment_ids, call.kv_segment_ids))
         # All ids in the tile are equal: number the runs of equal ids, and compare the first and the last element.
         q_changes, kv_changes = (np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])]) for ids in (q_ids, kv_ids))
         # Queries of one run, keys of one run, and the same id.
@@ -224,7 +230,7 @@ def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, 
         # A mask that differs by query is never Toeplitz.
         if call.mask.shape[-2] > 1:
             return np.zeros_like(result)
-        shown: Ints = np.all(np.asarray(call.mask[0]), axis=0)[0]  # [kv_len or 1], True where visible to all heads
+        shown: Ints = np.all(np.asarray(call.mask[0, ...]), axis=0)[0]  # [kv_len or 1], True where visible to all heads
         shown = np.broadcast_to(shown, (call.kv_len,))
         # hidden[n]: masked keys among the first n; equal at both ends of a range without any.
         hidden = np.concatenate([[0], np.cumsum(~shown)])

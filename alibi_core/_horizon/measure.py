@@ -42,7 +42,7 @@ class KeyNorms:
 
     def of_entries(self, batch: slice) -> KeyNorms:
         """Return the bounds of these batch entries."""
-        return self if self.values.shape[0] == 1 else replace(self, values=self.values[batch])
+        return self if self.values.shape[0] == 1 else replace(self, values=self.values[batch, ...])
 
 
 @dataclass(frozen=True)
@@ -131,21 +131,21 @@ def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: Ke
             # must be cast, to avoid a full copy.
             cast = parts if key.dtype != dtype else [slice(0, call.kv_len)]
             # [batch, num_kv_heads, 1, head_dim]
-            sums = [xp.sum(astype(xp, key[:, :, part], dtype), axis=-2, keepdims=True) for part in cast]
+            sums = [xp.sum(astype(xp, key[..., part, :], dtype), axis=-2, keepdims=True) for part in cast]
             centre = sum(sums[1:], sums[0]) / call.kv_len
-        norms = [tiling.norm_bounds(_centred(xp, key[:, :, part], centre)) for part in parts]
+        norms = [tiling.norm_bounds(_centred(xp, key[..., part, :], centre)) for part in parts]
         key_norms = xp.max(by_block(xp, _joined(xp, norms), kv_block), axis=-1)
     else:
         kv_block, key_norms = known.block, astype(xp, known.values, dtype)
     q_norms, own_scores = [], []
     for part in parts_of(call.q_len, call.num_heads * call.head_dim, tiling.part_elements):
-        queries = astype(xp, query[:, :, part], dtype)
+        queries = astype(xp, query[..., part, :], dtype)
         q_norms.append(tiling.norm_bounds(queries))
         # [batch, num_kv_heads, part, head_dim]
         own = _centred(xp, _own_keys(xp, call, key, part), centre)
         # [batch, num_kv_heads, group, part, head_dim]
         grouped = xp.reshape(queries, (queries.shape[0], call.num_kv_heads, -1, *queries.shape[2:]))
-        scores = xp.sum(grouped * astype(xp, own, dtype)[:, :, None], axis=-1)
+        scores = xp.sum(grouped * astype(xp, own, dtype)[:, :, None, ...], axis=-1)
         own_scores.append(xp.reshape(scores, queries.shape[:3]))
     return Measured(
         tiling.q_block_of(call.q_len),
@@ -174,7 +174,7 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
     if tiling.worthwhile is None or call.mask is not None or call.q_segment_ids is not None or call.q_len <= tiling.few:
         return None
     # Read on the host: branches below depend on each slope.
-    slopes = call.xp.broadcast_to(call.slopes, (1, call.num_heads))[0].tolist()
+    slopes = np.broadcast_to(on_host(call.xp, call.slopes), (1, call.num_heads))[0].tolist()
     if call.q_offset < 0 or call.q_offset + call.q_len > call.kv_len or min(slopes) < 0:
         return None
     xp, dtype, group = namespace_of(query), _statistics(query), call.num_heads // call.num_kv_heads
@@ -189,11 +189,10 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
         if count < 16 or slope * call.kv_len < tiling.worthwhile or not visible:
             found.append(nothing)
             continue
-        middle = None if centre is None else centre[0, head // group]
-        found.append(
-            _bound_by_means(call, query[0, head], key[0, head // group], middle, nothing, slope, count, tiling)
-        )
-    return None if all(x is nothing for x in found) else xp.stack(found)[None]
+        middle = None if centre is None else centre[0, head // group, ...]
+        queries, keys = query[0, head, ...], key[0, head // group, ...]
+        found.append(_bound_by_means(call, queries, keys, middle, nothing, slope, count, tiling))
+    return None if all(x is nothing for x in found) else xp.stack(found)[None, ...]
 
 
 def _bound_by_means(
@@ -214,17 +213,19 @@ def _bound_by_means(
     xp, dtype = namespace_of(query), nothing.dtype
     before, shift = divmod(call.q_offset, count)  # before: full blocks of keys that precede the first query
     skipped = min(count, call.q_len) if before == 0 else 0  # queries without a preceding block of keys
+    if skipped == call.q_len:
+        return nothing
     found = [nothing[:skipped]]
     # Each part is a slice of query blocks.
     for part in parts_of(-(-(call.q_len - skipped) // count), count * call.head_dim, tiling.part_elements):
         blocks, start = part.stop - part.start, skipped + part.start * count
-        queries = astype(xp, query[start : start + blocks * count], dtype)
-        length = queries.shape[0]
+        length = min(blocks * count, call.q_len - start)
+        queries = astype(xp, query[start : start + length, :], dtype)
         if length < blocks * count:  # pad the last block with copies of the last query
-            filling = xp.broadcast_to(queries[-1:], (blocks * count - length, call.head_dim))
+            filling = xp.broadcast_to(queries[-1:, :], (blocks * count - length, call.head_dim))
             queries = xp.concat([queries, filling], axis=0)
         first = shift + (start // count + before - 1) * count
-        keys = xp.reshape(astype(xp, key[first : first + blocks * count], dtype), (blocks, count, -1))
+        keys = xp.reshape(astype(xp, key[first : first + blocks * count, :], dtype), (blocks, count, -1))
         # [blocks, head_dim]
         means = _centred(xp, xp.sum(keys, axis=1) / count, centre)
         # [blocks, count, head_dim] @ [blocks, head_dim, 1]: the mean score is the score of the mean key.
@@ -280,7 +281,7 @@ def by_query_head(call: AttentionCall, of_keys: Any) -> Any:
 def _own_keys(xp: Namespace, call: AttentionCall, key: Any, queries: slice) -> Any:
     """Return the key at the position of each of these queries; the nearest key if there is none."""
     if not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len:
-        return key[:, :, call.q_offset + queries.start : call.q_offset + queries.stop]
+        return key[..., call.q_offset + queries.start : call.q_offset + queries.stop, :]
     offset = call.q_offset[..., None] if call.has_offset_array else call.q_offset
     positions = arange(xp, queries.stop - queries.start, device_of(xp, key)) + (offset + queries.start)
     # Indices must be valid, also for queries without a key at their position.

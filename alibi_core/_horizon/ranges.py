@@ -154,7 +154,7 @@ class ScoreBounds(NamedTuple):
 
     def of_heads(self, heads: slice) -> ScoreBounds:
         """Return the bounds of these heads."""
-        return ScoreBounds(self.q_block, self.kv_block, *(x[:, heads] for x in self[2:]))
+        return ScoreBounds(self.q_block, self.kv_block, *(x[:, heads, :] for x in self[2:]))
 
 
 class KeyRanges(NamedTuple):

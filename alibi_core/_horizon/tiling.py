@@ -42,7 +42,8 @@ class Tiling:
             their own dtype.
         few: Up to this many queries, a call is a decoding step: jobs are planned for few kernel calls, and keys are not
             centred.
-        rows: The smallest and the largest number of queries in a tile; at most ``q_block``, whose bound tiles use.
+        rows: The smallest and the largest number of queries in a tile. A tile lies within one ``q_block``, whose bound
+            it uses, so tiles have fewer rows where the number does not divide ``q_block``.
         bias_elements: The largest number of elements in the bias of one call. A single head may exceed it.
         call_scores: The number of scores whose computation takes as long as the overhead of a call.
         kernel_elements: Approximate number of elements that a kernel call may allocate.

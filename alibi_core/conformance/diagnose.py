@@ -30,8 +30,9 @@ from alibi_core.conformance.trial import Trial
 
 Found = list[tuple[Mistake, str | None]]
 Answers = dict[str, Values]
-MOST_UNEXPLAINED = 3  # after so many probes without an explanation, pairs are no longer tried
-WORK = 30_000_000  # above this many simulated scores, pairs are no longer tried; single mistakes up to twice as many
+MOST_UNEXPLAINED = 3, 15  # after so many probes without an explanation, pairs are no longer tried, then no mistake is
+# Above this many simulated scores, pairs are no longer tried; single mistakes up to five times as many.
+WORK = 12_000_000
 CALL = 500  # fixed cost of a simulated call, in scores
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 32, 40, 71, 112)
 # Not sorted, no powers of two, not exact in bfloat16: any wrong use of slopes changes the result.
@@ -110,15 +111,16 @@ def make_case(
     *,
     slopes: Any = STEEP,
     size: float = 1.0,
+    num_heads: int = 6,
     group: int = 1,
     head_dim: int = 8,
     **arguments: Any,
 ) -> Case:
-    """Return the case of a probe: six heads, and queries times ``size``."""
-    own = np.broadcast_to(slopes, (*np.shape(slopes)[:-1], 6)).astype(np.float32)
+    """Return the case of a probe: queries times ``size``, and slopes, repeated if there are more heads."""
+    own = np.resize(np.asarray(slopes, np.float32), (*np.shape(slopes)[:-1], num_heads))
     if not offer.has_slopes:
-        own = reference.make_slopes((), 6, offer.contract).astype(np.float32)
-    sizes = Sizes(2, 6 // group, group, lengths, head_dim)
+        own = reference.make_slopes((), num_heads, offer.contract).astype(np.float32)
+    sizes = Sizes(2, num_heads // group, group, lengths, head_dim)
     drawn = Case(sizes, scaling=arguments.get("scale"), slopes_per_batch=own.ndim > 1, seed=sum(lengths))
     arrays = {name: drawn.arrays[name] / drawn.arrays[name].std() for name in (*TENSORS, "cotangent")}
     arrays |= {"query": arrays["query"] * size, "slopes": own.astype(np.float64)}
@@ -223,8 +225,9 @@ def state_probes(trial: Trial) -> list[Probe]:
     for number, turn in itertools.product(range(6), (1, -1)):
         n = 20 + trial.caller.calls % 40  # probably a new length, so that nothing is cached for it
         masks = (rng.random((2, 2, 1, n, n)) < 0.6) | np.eye(n, dtype=bool)
+        heads = {"num_heads": 13 if turn > 0 else 14}  # numbers of no other case: slopes may be cached by it alone
         changes: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-            ({"slopes": FLAT} if trial.offer.has_slopes else {}, {}),
+            (heads | ({"slopes": FLAT} if trial.offer.has_slopes else {}), heads),
             ({}, SYMMETRIC),
             ({"window_size": 5}, {"window_size": 2}),
             ({}, {"scale": 0.2}),
@@ -311,7 +314,9 @@ def search(probes: Sequence[Probe], catalogue: Sequence[Mistake]) -> Found:
     found: Found = []
     explained: list[Probe] = []
     for number, probe in enumerate(probes):
-        best = found if probe.fits(found) else _best(probes, number, explained, found, catalogue)
+        best = found if probe.fits(found) else None
+        if best is None and number - len(explained) < MOST_UNEXPLAINED[1]:
+            best = _best(probes, number, explained, found, catalogue)
         if best is not None:
             found = best
             explained.append(probe)
@@ -329,9 +334,9 @@ def _best(
     probe, later = probes[number], probes[number + 1 :]
     plain = probe.answers(found)
     # Only mistakes that change this probe's answer can explain it.
-    relevant = [x for x in catalogue if not is_spent(2 * WORK) and not _same(probe.answers([*found, (x, None)]), plain)]
+    relevant = [x for x in catalogue if not is_spent(5 * WORK) and not _same(probe.answers([*found, (x, None)]), plain)]
     failing = sum(not x.fits(found) for x in later)
-    for size in (1, 2) if number - len(before) < MOST_UNEXPLAINED else (1,):
+    for size in (1, 2) if number - len(before) < MOST_UNEXPLAINED[0] else (1,):
         options: list[Found] = []
         for chosen in itertools.combinations(relevant, size):
             # Stop pairs at a fixed amount of work, the same on every machine.
@@ -350,10 +355,11 @@ def _best(
             count = sum(x.fits(tried) for x in later)
             # One probe is too little evidence for a mistake under a condition, or after an unexplained probe: then the
             # mistake must also explain a later probe that fails otherwise. After an unexplained probe, it must explain
-            # most of the failing probes that it changes: a few agree by chance.
+            # most of the failing probes that it changes, before and after: a few agree by chance.
             is_sure = count > len(later) - failing
             if is_sure and len(before) < number:
-                changed = [x for x in later if not (x.fits(found) or _same(x.answers(tried), x.answers(found)))]
+                others = [x for x in probes if not (x is probe or x.fits(found))]
+                changed = [x for x in others if not _same(x.answers(tried), x.answers(found))]
                 is_sure = 2 * sum(x.fits(tried) for x in changed) > len(changed)
             is_plain = all(where is None for _, where in tried[len(found) :]) and len(before) == number
             if count > most and (is_sure or is_plain):

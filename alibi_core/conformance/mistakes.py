@@ -94,6 +94,7 @@ mistake("negated slopes", "They are negative: distance would be rewarded, where 
         slope_list=lambda n, x: -x)
 remade("sorted slopes", "Slopes are sorted, steepest first: for head counts that are no power of two, heads get one "
        "another's.", lambda x: -np.sort(-x))
+remade("reversed slopes", "Slopes are in the opposite order of heads.", lambda x: x[..., ::-1])
 remade("next head's slope", "Each head has the slope of the next one: the head index is off by one.",
        lambda x: np.roll(x, -1, axis=-1))
 for _dtype in ("bfloat16", "float16"):
@@ -135,8 +136,10 @@ each(("bfloat16", "float16"), "{} distances", "Distances are rounded to {}: keep
      distance=lambda c, x, n: rounded(x, n))
 each(("bfloat16", "float16"), "{} bias", "The bias is rounded to {} (in distance form): add it in float32.",
      bias=lambda c, x, n: rounded(x, n))
-mistake("float32 bias far away", "The bias is formed in float32 at its full size and loses its digits far away: count "
-        "distances from the row's nearest key.", bias=lambda c, x: rounded(x, "float32"))
+for _how, _steps in (("added", ("bias", "scores")), ("fused", ("scores",))):  # products and sums rounded, or sums alone
+    mistake(f"float32 bias far away: {_how}", "The bias is added in float32 at its full size and loses the digits of "
+            "scores far away: count distances from the row's nearest key.",
+            **dict.fromkeys(_steps, lambda c, x: rounded(x, "float32")))
 
 # --- Positions of queries ---------------------------------------------------------------------------------------------
 
@@ -290,8 +293,8 @@ mistake("batch mixed as the cache grows", "The cache grows by eight tokens at a 
 mistake("stale cache", "Sequences see the keys of one another: there is one cache for all. Keep it in the cache that "
         "is returned.", held=lambda c, x: c.state["cache"] if c.before else x)
 for _step in ("slopes", "is_causal", "scale", "window_size", "mask", "visible", "bias"):
-    mistake(f"stale {_step}", f"A call gets the {_step} of an earlier one of the same lengths: the bias, or what it is "
-            f"made from, is kept by its lengths alone. Keep it by {_step} too, or not at all.",
+    mistake(f"stale {_step}", f"A call gets the {_step} of an earlier one of the same sizes: the bias, or what it is "
+            f"made from, is kept by sizes alone. Keep it by {_step} too, or not at all.",
             **{_step: lambda c, x, s=_step: c.state.setdefault((s, c.batch, c.num_heads, c.q_len, c.kv_len), x)})
 
 # --- A contract that a bias may follow --------------------------------------------------------------------------------

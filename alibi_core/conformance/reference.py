@@ -68,6 +68,7 @@ class Computation:
     """
 
     slopes: Any
+    rate: Any
     given_slopes: Any
     scale: Any
     q_ids: Values
@@ -233,7 +234,8 @@ def differentiate(c: Computation) -> dict[str, Values]:
     if c.future_slopes is not None:
         sides = {"slopes": c.ahead <= 0, "future_slopes": c.ahead > 0}
     for name, side in sides.items():
-        along = c.changed("bias", -(side * c.penalty))  # the bias of slopes of 1 on this side
+        c.rate = side * 1.0  # slopes of 1 on this side
+        along = c.changed("bias", -c.rate * c.penalty)
         gradient = (c.d_scores * along).sum(axis=(2, 3))
         c.step("rates", getattr(c, name))  # the slopes of this side, [batch, num_heads]
         gradient = c.step("d_slopes", _to_given_slopes(c, gradient))  # [batch, num_heads]
@@ -251,12 +253,14 @@ def by_kv_head(c: Computation, by_head: Values) -> Values:
 
 def _to_given_slopes(c: Computation, gradient: Values) -> Values:
     """Return the gradient by the given slopes, from the gradient by the slopes in use, which mistakes may change."""
+    if not any("slopes" in changes for changes in c._changes):
+        return gradient
     given, found = c.given_slopes, np.zeros_like(gradient)
     for head in range(c.num_heads):
-        # A central difference, exact for changes that are linear in the slopes.
-        step = np.arange(c.num_heads) == head
+        # A central difference, exact for changes that are linear in the slopes; 1 for rounding, as its step is long.
+        step = 2.0**15 * (np.arange(c.num_heads) == head)
         used = [np.broadcast_to(c.changed("slopes", given + sign * step), given.shape) for sign in (1, -1)]
-        found[:, head] = (gradient * (used[0] - used[1])).sum(axis=1) / 2
+        found[:, head] = (gradient * (used[0] - used[1])).sum(axis=1) / 2.0**16
     return found
 
 

@@ -90,7 +90,7 @@ def results_of(index: dict[str, Any], tensors: dict[str, np.ndarray], adapter: A
 def write_results(directory: Path, found: dict[str, np.ndarray], stored: str, **changes: Any) -> Path:
     """Write results as FORMAT.md says, in tensors of that dtype."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = {"format": "alibi-golden-results", "version": 1, "golden_version": 3, "program": "little"}
+    content = {"format": "alibi-golden-results", "version": 1, "golden_version": 4, "program": "little"}
     content |= {"dtype": stored, "files": ["results.safetensors"]} | changes
     (directory / "results.json").write_text(json.dumps(content))
     stored_as = {name: np.ascontiguousarray(x.astype(np.float64).astype(NUMPY[stored])) for name, x in found.items()}
@@ -103,6 +103,13 @@ def failed(report: Any) -> dict[str, Any]:
 
 
 # --- What is written ---
+
+
+def test_a_bias_has_all_features_of_its_attention_but_fully_masked_queries(index: dict[str, Any]) -> None:
+    features = {case["id"]: set(case["features"]) for case in index["cases"]}
+    for name in (x for x in features if x.startswith("bias/")):
+        attention = features.get(name.replace("bias/", "attention/"))
+        assert attention is None or features[name] == attention - {"nowhere"}, name
 
 
 def test_the_index_holds_the_hash_of_every_file(golden: Path, index: dict[str, Any]) -> None:
@@ -238,7 +245,7 @@ SLOPES = "slopes/canonical/slopes"
     [
         ({"format": "alibi-golden"}, "format must be 'alibi-golden-results'"),
         ({"version": 2}, "version must be"),
-        ({"golden_version": 1}, "golden_version must be 3, got 1"),
+        ({"golden_version": 1}, "golden_version must be 4, got 1"),
         ({"program": 7}, "program must be str"),
         ({"dtype": "float8"}, "dtype must be one of"),
         ({"files": {}}, "files must be list"),

@@ -152,6 +152,58 @@ def test_no_mistake_is_named_that_agrees_by_chance() -> None:
     assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
 
 
+def kernel(biased: Callable[..., Any], *features: str, dtype: Any = np.float32) -> Any:
+    """Return an adapter of a kernel in NumPy, whose scores are ``biased(products, slopes, distances)``."""
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        slopes: Any,
+        is_causal: bool,
+        q_offset: int,
+        window_size: int | None = None,
+        segment_ids: Any = None,
+    ) -> Any:
+        ahead = np.arange(key.shape[2]) - (q_offset + np.arange(query.shape[2])[:, None])
+        products = query @ key.swapaxes(-1, -2) / np.float32(query.shape[3] ** 0.5)
+        scores = biased(*(x.astype(dtype) for x in (products, slopes[:, None, None], abs(ahead)))).astype(np.float32)
+        hidden = is_causal & (ahead > 0) | (False if window_size is None else abs(ahead) > window_size)
+        if segment_ids is not None:
+            hidden = hidden | (segment_ids[0][:, None, :, None] != segment_ids[1][:, None, None])
+        scores = np.where(hidden, -np.inf, scores)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True).clip(-1e30))
+        return weights / weights.sum(axis=-1, keepdims=True).clip(1e-30) @ value
+
+    return SimpleNamespace(attention=attention, features=features)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["added", "fused"])
+def test_a_kernel_that_adds_far_biases_at_full_size_is_told_so(dtype: Any) -> None:
+    far = kernel(lambda products, slopes, d: products - slopes * d, "lengths", "offset", "far", dtype=dtype)
+    report = check(far, laws=["offset"])
+    assert [x.key.partition(":")[0] for x in report.diagnoses] == ["float32 bias far away"], str(report)
+
+
+def test_no_mistake_is_named_that_does_not_explain_an_earlier_call() -> None:
+    # In segments and a window of 1, distances are 0 and 1, and the bias is as if doubled. In longer segments it is not.
+    one_more = kernel(lambda products, slopes, d: products - slopes * (d + (d > 0)), "window", "segments")
+    report = check(one_more, laws=["segments"])
+    assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
+
+
+@pytest.mark.parametrize("cached_by", [slice(1, 2), slice(2)], ids=["heads", "batch and heads"])
+def test_slopes_that_are_cached_by_few_sizes_are_told_to_be_stale(cached_by: slice) -> None:
+    right, held = kernel(lambda products, slopes, d: products - slopes * d), dict[Any, Any]()
+
+    def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+        slopes = held.setdefault(query.shape[cached_by], slopes)
+        return right.attention(query, key, value, slopes, is_causal, q_offset)
+
+    report = check(SimpleNamespace(attention=attention, features=()), laws=["causal"])
+    assert [x.key for x in report.diagnoses] == ["stale slopes"], str(report)
+
+
 WRONG_FROM = [
     (
         "tokens",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from alibi_core import horizon
 from alibi_core.backend import AttentionCall
-from alibi_core.backend.horizon import Measured, by_block, key_ranges, nearest_keys
+from alibi_core.backend.horizon import Measured, Tiling, by_block, key_ranges, nearest_keys, needed_jobs
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
 from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
 from tests.support.tiles import hostile, plain
@@ -443,3 +443,24 @@ def test_plan_reads_no_value() -> None:
         assert tile.bias()[0].shape[-2:] == (6, 28)
         slopes = arrays["slopes"]
         assert horizon(slopes, torch.ones_like(slopes)).shape == slopes.shape
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"is_causal": False},
+        {"q_offset": np.asarray([3, -5])},
+        {"mask": np.arange(70)[None, None, None] % 9 > np.arange(2)[:, None, None, None]},
+        {"segment_ids": tuple(np.arange(140).reshape(2, 70) // 50 for _ in range(2))},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_whole_plans_need_no_more_than_the_array_standard(arguments: dict[str, Any]) -> None:
+    query, key = (np.random.default_rng(n).standard_normal((2, n, 70, 8)).astype(np.float32) for n in (4, 2))
+    tensors, tiling = (query, key, np.float32([0.01, 0.3, 3, 1])), Tiling(16, 16, rows=(4, 16), worthwhile=0.0)
+    plans = []
+    for framework in (NUMPY, STRICT):
+        query, key, slopes = framework.placed(tensors)
+        call = AttentionCall.check(query, key, key, slopes, **framework.placed(arguments))
+        plans.append(list(needed_jobs(call, query, key, tiling)))
+    assert plans[0] == plans[1]

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Tiling as HorizonTiling
 from alibi_core.backend.horizon import entry_of, lower_bounds
 from alibi_core.conformance.testing import DATA, LONGER, Case
 from tests.support.tiles import LONGER_CASES, TILINGS, Tiling, hostile, plain
@@ -56,3 +57,11 @@ def test_lower_bounds_shorten_horizons() -> None:
     bounds = lower_bounds(call, query, key, key.mean(axis=2, keepdims=True), Tiling().sizes)
     assert (bounds[..., 32:] > np.log(32) - 0.03 * 64).all()
     assert (bounds[..., :16] == -np.inf).all()
+
+
+@pytest.mark.parametrize("part_elements", [None, 64])
+def test_lower_bounds_say_nothing_before_the_first_block_of_keys(part_elements: int | None) -> None:
+    query, key = np.ones((1, 1, 10, 4)), np.ones((1, 1, 150, 4))
+    call = AttentionCall.check(query, key, key, np.asarray([0.03]), q_offset=0, xp=xp)
+    tiling = HorizonTiling(16, 16, worthwhile=0.0, part_elements=part_elements)
+    assert lower_bounds(call, query, key, None, tiling) is None

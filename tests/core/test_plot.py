@@ -56,12 +56,13 @@ def test_biases_of_all_kinds_can_be_drawn() -> None:
         ({"q_len": 0}, r"none of them 0, got \(4, 0, 0\)"),
         ({"slopes": np.ones((2, 4))}, r"got \(2, 4, 3, 3\)"),
         ({"heads": [4]}, r"heads must be some of 4, from 0, got \[4\]"),
+        ({"heads": 0}, r"heads must be a sequence of integers, got 0; \[0\] is one head"),
         ({"heads": []}, r"heads must be some of 4, from 0, got \[\]"),
         ({"query": 3}, "query must be one of 3, got 3"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         plot.bias(**{"slopes": 4, "q_len": 3} | arguments)
 
 
