@@ -491,9 +491,8 @@ class AttentionCall:
 
 # The non-batch axes of each array. Batch axes come first and may be missing.
 _AXES: dict[str, tuple[str, ...]] = {x.name: x.metadata["axes"] for x in fields(AttentionCall) if "axes" in x.metadata}
-ARRAY_AXES = {
-    name: len(axes) for name, axes in _AXES.items() if name not in ("added_bias", "q_points", "kv_points")
-}  # the number of non-batch axes of each array that kernels take
+# The number of non-batch axes of each array that kernels take.
+ARRAY_AXES = {name: len(axes) for name, axes in _AXES.items() if name != "added_bias"}
 
 
 def axis_of(name: str, what: str, array: Any) -> int | None:

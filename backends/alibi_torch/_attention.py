@@ -15,7 +15,7 @@ from alibi_core import slopes as canonical
 from alibi_core.backend import AttentionCall, checks, dense_attention
 from alibi_core.backend.checks import explains_keywords, host_values, non_negative_number, one_of
 from alibi_core.backend.horizon import KeyNorms
-from alibi_torch import _cpu, _rows
+from alibi_torch import _cpu
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast
 from alibi_torch._internals import is_watched
 from alibi_torch._rows import sdpa
@@ -194,8 +194,6 @@ def run(
     implementation = choose(call, query, key, value, implementation)
     # Autocast would round the bias to low precision. The inputs have been cast already.
     with no_autocast(query.device.type):
-        if implementation == "tiled" and not call.is_toeplitz:
-            return _rows.attention(call, query, key, value)
         if implementation == "tiled":
             return _cpu.attention(call, query, key, value, norms)
         if implementation == "flex":

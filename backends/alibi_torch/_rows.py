@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,28 +20,12 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall, BiasTerms, axis_of
 from alibi_core.backend.checks import host_values
 from alibi_core.backend.horizon import Tiling, current_tiling, plain_jobs
-from alibi_torch._derivatives import RATES, dense_reference, pulled_back
-from alibi_torch._internals import fused_backward, fused_forward, in_transform
+from alibi_torch._derivatives import RATES
+from alibi_torch._internals import fused_backward, fused_forward
 
 # Fused kernels take up to 256 queries at a time. The bias of a block has about 4 MiB of float32, to stay in a cache.
 TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, few=16)
 NORMS = {"manhattan": 1.0, "euclidean": 2.0, "chebyshev": math.inf}  # as exponents
-
-
-def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return attention, computed one block of queries at a time."""
-    batch, dtype, shape = call.batch, call.dtype, query.shape
-    # Compute in the working dtype: a result rounded to low precision would shift the score gradients of whole rows.
-    call = replace(_with_floating_points(call.with_one_batch_axis()), dtype=call.working_dtype)
-    tensors = [x.reshape(-1, *x.shape[-3:]).to(call.dtype) for x in (query, key, value)]
-    rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
-    if in_transform():  # torch.func rejects a Function without a vmap rule, and warns of the fused function under vmap
-        result = dense_reference(call, *tensors)
-    elif torch.compiler.is_compiling():  # a loop would make the number of blocks a constant
-        result = sdpa(call, *tensors)
-    else:
-        result = _Rows.apply(call, *tensors, *rates)
-    return (result.reshape(shape) if len(batch) != 1 else result).to(dtype)
 
 
 def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, terms: BiasTerms | None = None) -> Tensor:
@@ -123,59 +107,73 @@ def _biases(call: AttentionCall) -> Iterator[tuple[_Block, Tensor, Tensor | None
         yield block, bias.reshape((1,) * (4 - bias.ndim) + bias.shape), attends
 
 
-class _Rows(torch.autograd.Function):
-    """Attention by blocks of queries; the backward pass forms each block's bias again, so no bias is saved."""
+def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result, ``[batch, num_heads, q_len, head_dim]`` in the working dtype, and the log-sum-exp.
 
-    @staticmethod
-    def forward(ctx: Any, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *rates: Tensor) -> Tensor:
-        ctx.call = replace(call, **dict.fromkeys(RATES))
-        result = torch.empty_like(query, memory_format=torch.contiguous_format)
-        logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
-        ctx.save_for_backward(query, key, value, result, logsumexp, *rates)
-        call, query, key, value = _ungrouped(call, query, key, value)
-        if query.device.type == "cpu":
-            for (_, _, queries, keys), bias, attends in _biases(call):
-                found, logsumexp[queries] = fused_forward(query[queries], key[keys], value[keys], bias, call.scale)
-                result[queries] = _zero_where_masked(found, attends)
-        else:
-            for part, terms, queries, keys in _blocks(call):
-                result[queries] = sdpa(part, query[queries], key[keys], value[keys], terms)
-        return result
+    The log-sum-exp, ``[batch, num_heads, q_len]``, is computed on CPUs alone; elsewhere it is 0.
+    """
+    call, query, key, value = _ungrouped(*_in_working_dtype(call, query, key, value))
+    result, logsumexp = torch.empty_like(query), query.new_zeros(query.shape[:-1])
+    if query.device.type == "cpu":
+        for (_, _, queries, keys), bias, attends in _biases(call):
+            found, logsumexp[queries] = fused_forward(query[queries], key[keys], value[keys], bias, call.scale)
+            result[queries] = _zero_where_masked(found, attends)
+    else:
+        for part, terms, queries, keys in _blocks(call):
+            result[queries] = sdpa(part, query[queries], key[keys], value[keys], terms)
+    return result, logsumexp
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, logsumexp, *rates = ctx.saved_tensors
-        call, needed = replace(ctx.call, **dict(zip(RATES, rates, strict=False))), ctx.needs_input_grad[4:]
-        if torch.is_grad_enabled():  # create_graph=True: differentiate dense attention, with all scores in memory
-            inputs = (query, key, value, *rates)
-            return None, *pulled_back(lambda *x: dense_reference(call, *x).to(call.dtype), inputs, grad)
-        wanted = [x for x, is_needed in zip(RATES, needed, strict=False) if is_needed]
-        grad, (call, query, key, value) = grad.contiguous(), _ungrouped(call, query, key, value)
-        by_query = torch.empty_like(query)
-        by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
-        by_rates = [torch.zeros_like(getattr(call, name)) for name in wanted]
-        if query.device.type == "cpu" and not wanted:
-            for (_, _, queries, keys), bias, attends in _biases(call):
-                own = query[queries], key[keys], value[keys], result[queries], logsumexp[queries]
-                found = fused_backward(_zero_where_masked(grad[queries], attends), *own, bias, call.scale)
-                by_query[queries] = found[0]
-                by_key[keys] += found[1]
-                by_value[keys] += found[2]
-        else:  # the fused kernel has no gradients of a bias
-            for part, terms, queries, keys in _blocks(call):
-                learned = [getattr(part, name) for name in wanted]
-                own = [x.detach().requires_grad_() for x in (query[queries], key[keys], value[keys], *learned)]
-                with torch.enable_grad():
-                    changed = replace(part, **dict(zip(wanted, own[3:], strict=True)))
-                    by_query[queries], *found = torch.autograd.grad(sdpa(changed, *own[:3], terms), own, grad[queries])
-                by_key[keys] += found[0]
-                by_value[keys] += found[1]
-                for total, x in zip(by_rates, found[2:], strict=True):
-                    at = (queries[0] if total.ndim > 1 and total.shape[0] > 1 else ..., queries[1])
-                    total[at] += x.reshape(total[at].shape)
-        by_keys = (x.unflatten(1, (ctx.call.num_kv_heads, -1)).sum(dim=2).to(call.dtype) for x in (by_key, by_value))
-        found = iter(by_rates)
-        return None, by_query, *by_keys, *(next(found) if is_needed else None for is_needed in needed)
+
+def backward(
+    call: AttentionCall,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    logsumexp: Tensor,
+    by_slopes: bool,
+) -> tuple[Tensor, ...]:
+    """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False).
+
+    Each block's bias is formed again, so that none is saved. ``result`` and ``logsumexp`` are those of
+    :func:`forward`, in the working dtype as ``grad``.
+    """
+    dtype, num_kv_heads = call.dtype, call.num_kv_heads
+    call, query, key, value = _ungrouped(*_in_working_dtype(call, query, key, value))
+    rates = [name for name in RATES if getattr(call, name) is not None]
+    by_query, by_rates = torch.empty_like(query), [torch.zeros_like(getattr(call, name)) for name in rates]
+    by_key, by_value = torch.zeros_like(key), torch.zeros_like(value)
+    if query.device.type == "cpu" and not by_slopes:
+        for (_, _, queries, keys), bias, attends in _biases(call):
+            own = query[queries], key[keys], value[keys], result[queries], logsumexp[queries]
+            found = fused_backward(_zero_where_masked(grad[queries], attends), *own, bias, call.scale)
+            by_query[queries] = found[0]
+            by_key[keys] += found[1]
+            by_value[keys] += found[2]
+    else:  # the fused kernel has no gradients of a bias
+        for part, terms, queries, keys in _blocks(call):
+            learned = [getattr(part, name) for name in rates]
+            own = [x.detach().requires_grad_() for x in (query[queries], key[keys], value[keys], *learned)]
+            with torch.enable_grad():
+                changed = replace(part, **dict(zip(rates, own[3:], strict=True)))
+                by_query[queries], *found = torch.autograd.grad(sdpa(changed, *own[:3], terms), own, grad[queries])
+            by_key[keys] += found[0]
+            by_value[keys] += found[1]
+            for total, x in zip(by_rates, found[2:], strict=True):
+                at = (queries[0] if total.ndim > 1 and total.shape[0] > 1 else ..., queries[1])
+                total[at] += x.reshape(total[at].shape)
+    of_keys = (x.unflatten(1, (num_kv_heads, -1)).sum(dim=2) for x in (by_key, by_value))
+    future = by_rates[1] if len(rates) > 1 else torch.zeros_like(by_rates[0])
+    return *(x.to(dtype) for x in (by_query, *of_keys)), by_rates[0], future
+
+
+def _in_working_dtype(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
+    """Return call and tensors in the working dtype: a rounded result would shift the gradients of whole rows."""
+    call = replace(_with_floating_points(call), dtype=call.working_dtype)
+    return call, query.to(call.dtype), key.to(call.dtype), value.to(call.dtype)
 
 
 def _ungrouped(call: AttentionCall, query: Tensor, *keys: Tensor) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:

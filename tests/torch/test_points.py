@@ -52,9 +52,9 @@ def test_a_program_with_points_is_exported_for_any_length() -> None:
 
 
 def compiled_between(length: int) -> Any:
-    """Return a compiled call with its gradients for 16 texts, warmed up."""
+    """Return a compiled call with its gradients for 8 texts, warmed up."""
     positions, compiled = torch.rand(length, 2) * 90, torch.compile(between, fullgraph=True, backend="aot_eager")
-    tensors = [x.requires_grad_() for x in torch.randn(3, 16, 3, length, 8).unbind()]
+    tensors = [x.requires_grad_() for x in torch.randn(3, 8, 3, length, 8).unbind()]
 
     def call() -> Any:
         return torch.autograd.grad(compiled(*tensors, SLOPES, positions=positions).sum(), tensors)
@@ -63,8 +63,8 @@ def compiled_between(length: int) -> Any:
     return call
 
 
-def test_a_compiled_call_holds_the_bias_but_no_scores_of_each_text() -> None:
-    assert peak_growth("tests.torch.test_points:compiled_between", 1024) < 16 * 3 * 1024**2 * 4
+def test_a_compiled_call_holds_no_bias() -> None:
+    assert peak_growth("tests.torch.test_points:compiled_between", 2048) < 3 * 2048**2 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

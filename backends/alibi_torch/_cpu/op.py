@@ -1,4 +1,4 @@
-"""Attention on the CPU as two operators, forward and backward, for autograd, torch.compile and torch.func."""
+"""``"tiled"`` as two operators, forward and backward, for autograd, torch.compile and torch.func."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from alibi_core.backend import ARRAY_AXES, AttentionCall
 from alibi_core.backend.horizon import Job, KeyNorms
+from alibi_torch import _rows
 from alibi_torch._cpu import kernel, step
 from alibi_torch._cpu.bias import DistanceRow
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
@@ -23,8 +24,9 @@ from alibi_torch._internals import in_transform, is_watched
 
 
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None) -> Tensor:
-    """Compute ``call`` on CPU tensors ``[*batch, heads, length, head_dim]``, without its full bias or scores in memory.
+    """Compute ``call`` on tensors ``[*batch, heads, length, head_dim]``, without its full bias or scores in memory.
 
+    They are on the CPU, or anywhere if the call is not Toeplitz: then it is computed by blocks of queries (``_rows``).
     Keys are skipped if norms prove that their weights sum to less than the tolerance. All keys are read once to measure
     their norms, unless ``norms`` bounds them.
     """
@@ -54,6 +56,8 @@ class Packed(NamedTuple):
     kv_segment_ids: Tensor | None
     mask: Tensor | None
     added_key_bias: Tensor | None
+    q_points: Tensor | None
+    kv_points: Tensor | None
     key_norms: Tensor | None
     norms_block: int
     first_position: int  # q_offset if it is an int; ignored if it is a tensor
@@ -62,19 +66,22 @@ class Packed(NamedTuple):
     scale: float
     tolerance: float
     shares_ids: bool
+    shares_points: bool
+    may_lack_points: bool
+    distance: str
+    law: str
 
     @classmethod
     def of(cls, call: AttentionCall, norms: KeyNorms | None) -> Packed:
         """Pack a call with one batch axis."""
         arrays = dict.fromkeys(ARRAY_AXES) | call.arrays
         arrays["key_norms"], block = (None, 0) if norms is None else (norms.values, norms.block)
-        numbers = block, 0 if call.has_offset_array else call.q_offset, call.is_causal, call.window_size, call.scale
-        return cls(*arrays.values(), *numbers, call.tolerance, call.shares_ids)
+        offset = 0 if call.has_offset_array else call.q_offset
+        return cls(*arrays.values(), block, offset, *(getattr(call, name) for name in RULES))
 
     def unpacked(self, query: Tensor, key: Tensor) -> tuple[AttentionCall, KeyNorms | None]:
         """Return the call and its key norms (or None); sizes and dtypes come from the tensors."""
-        rules = ("is_causal", "window_size", "scale", "tolerance", "shares_ids")
-        fields = {name: getattr(self, name) for name in (*ARRAY_AXES, *rules)}
+        fields = {name: getattr(self, name) for name in (*ARRAY_AXES, *RULES)}
         fields["q_offset"] = self.first_position if self.q_offset is None else self.q_offset
         fields |= {"num_kv_heads": key.shape[1], "kv_len": key.shape[2], "dtype": query.dtype, "device": query.device}
         batch, num_heads, q_len, head_dim = query.shape
@@ -85,6 +92,7 @@ class Packed(NamedTuple):
 
 
 TENSORS = 1 + Packed._fields.index("key_norms")  # The first this many fields of Packed are tensors.
+RULES = Packed._fields[TENSORS + 2 :]  # those of the call
 
 
 # --- Computation -----------------------------------------------------------------------------------------------------
@@ -115,6 +123,9 @@ def _without_gradients(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None
 ) -> tuple[Tensor, Tensor]:
     """Return the result, in the call's dtype, and the log-sum-exp, ``[batch, num_heads, q_len]``."""
+    if not call.is_toeplitz:
+        result, logsumexp = _rows.forward(call, query, key, value)
+        return result.to(call.dtype), logsumexp
     if step.is_last_query(call):
         result, logsumexp = step.attend_last_query(call, *_dense(query, key, value), norms)
         return result.to(call.dtype), logsumexp
@@ -178,8 +189,9 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 _PACKED = (
     "Tensor slopes, Tensor? future_slopes, Tensor? q_offset, Tensor? q_segment_ids, Tensor? kv_segment_ids, "
-    "Tensor? mask, Tensor? added_key_bias, Tensor? key_norms, SymInt norms_block, SymInt first_position, "
-    "bool is_causal, SymInt? window_size, float scale, float tolerance, bool shares_ids"
+    "Tensor? mask, Tensor? added_key_bias, Tensor? q_points, Tensor? kv_points, Tensor? key_norms, SymInt norms_block, "
+    "SymInt first_position, bool is_causal, SymInt? window_size, float scale, float tolerance, bool shares_ids, "
+    "bool shares_points, bool may_lack_points, str distance, str law"
 )
 _SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_PACKED}, bool is_exact) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
@@ -192,7 +204,7 @@ _attend = torch.ops.alibi.attention.default
 _attend_backward = torch.ops.alibi.attention_backward.default
 
 
-def _attend_on_cpu(
+def _attend_here(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, plans: list[Plan] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, q_len, head_dim]``, and the log-sum-exp, ``[batch, num_heads, q_len]``.
@@ -201,18 +213,25 @@ def _attend_on_cpu(
     ``sum(grad * result)`` from the gradient of each weight. The plan is appended to ``plans`` for the backward pass.
     """
     call, norms = Packed(*rest[:-1]).unpacked(query, key)
-    if rest[-1]:
+    if not rest[-1]:
+        result, logsumexp = _without_gradients(call, query, key, value, norms)
+    elif not call.is_toeplitz:
+        result, logsumexp = _rows.forward(call, query, key, value)
+    else:
         planned = plan_of(call, query, key, norms)
         if plans is not None:
             plans.append(planned)
         result, logsumexp = _compute(call, query, key, value, planned, call.working_dtype)
-    else:
-        result, logsumexp = _without_gradients(call, query, key, value, norms)
-    like = torch.empty_like(query, dtype=result.dtype)  # the strides that register_fake promises to compilers
-    return result if result.stride() == like.stride() else like.copy_(result), logsumexp.contiguous()
+    return _strided_as(query, result), logsumexp.contiguous()
 
 
-torch.library.impl("alibi::attention", "cpu", _attend_on_cpu)
+def _strided_as(other: Tensor, tensor: Tensor) -> Tensor:
+    """Return the tensor with the strides of another one, which register_fake promises to compilers."""
+    like = torch.empty_like(other, dtype=tensor.dtype)
+    return tensor if tensor.stride() == like.stride() else like.copy_(tensor)
+
+
+torch.library.impl("alibi::attention", "default", _attend_here)
 
 
 @torch.library.register_fake("alibi::attention")
@@ -222,10 +241,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     return result, query.new_empty(query.shape[:-1], dtype=dtype)
 
 
-def _backward_on_cpu(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor, ...]:
+def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor, ...]:
     """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
+    if not call.is_toeplitz:
+        with no_autocast(query.device.type):
+            *gradients, past, future = _rows.backward(call, *arguments[:6], arguments[-1])
+        return *map(_strided_as, (query, key, value), gradients), past, future
     # Reuse the forward pass's plan where autograd passed it on; operators cannot.
     planned = plans[0] if plans else plan_of(call, query, key, norms)
     by_query = (torch.zeros_like if planned[0][0].is_cut else torch.empty_like)(query)  # queries in no part get 0
@@ -254,7 +277,7 @@ def _by_rates(call: AttentionCall, sums: Tensor | None) -> list[Tensor]:
     return [x.sum_to_size(rate.shape).to(rate.dtype, copy=True) for x, rate in zip(sums, rates, strict=True)]
 
 
-torch.library.impl("alibi::attention_backward", "cpu", _backward_on_cpu)
+torch.library.impl("alibi::attention_backward", "default", _backward_here)
 
 
 @torch.library.register_fake("alibi::attention_backward")
@@ -277,7 +300,7 @@ class _Attention(torch.autograd.Function):
         *arguments, plans = arguments
         if is_watched(*arguments[:3]):
             return _attend(*arguments)
-        return _attend_on_cpu(*arguments, plans=plans)
+        return _attend_here(*arguments, plans=plans)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -302,7 +325,7 @@ class _Attention(torch.autograd.Function):
         elif is_watched(*arguments[:4]):
             found = _attend_backward(*arguments)
         else:
-            found = _backward_on_cpu(*arguments, plans=ctx.plans)
+            found = _backward_here(*arguments, plans=ctx.plans)
         wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
         # Masks, norms and numbers have no gradients.
         return *wanted, *(None,) * (len(needed) - len(wanted))
