@@ -193,7 +193,9 @@ each((10, 100, 1000, 10_000), "mask finite: {}", "What the mask hides is not hid
      "large scores outweigh. Use minus infinity.", masked=lambda c, x, n: np.ones_like(x),
      scores=lambda c, x, n: x if c.mask is None else x - n * ~c.mask)
 mistake("NaN where nowhere to look", "Queries that see no key get NaN: the softmax divides 0 by 0. Give zeros.",
-        output=lambda c, x: np.where(unseen(c), np.nan, x))
+        **dict.fromkeys(("weights", "output"), lambda c, x: np.where(unseen(c), np.nan, x)))
+mistake("mean where nowhere to look", "Queries that see no key get the mean of all values: masked scores are finite "
+        "and all the same. Give zeros.", weights=lambda c, x: np.where(unseen(c), 1 / max(c.kv_len, 1), x))
 
 # --- Heads, the scale, the softmax ------------------------------------------------------------------------------------
 

@@ -154,9 +154,7 @@ def compute_bias(c: Computation) -> None:
     else:
         place_points(c)
     c.step("penalty", LAWS[c.law](c.distance))
-    past = c.slopes[..., None, None]
-    c.step("future", past if c.future_slopes is None else c.future_slopes[..., None, None])
-    c.step("rate", np.where(c.ahead > 0, c.future, past))
+    c.rate = rate_of(c)
     c.step("bias", -c.rate * c.penalty)
     c.step("causal", c.k_positions <= c.q_positions if c.positions is None else c.ahead <= 0)
     visible = c.causal if c.step("is_causal", c.is_causal) else np.ones_like(c.causal)
@@ -169,6 +167,13 @@ def compute_bias(c: Computation) -> None:
     if c.step("mask", c.mask) is not None:
         visible = visible & c.step("masked", c.mask)
     c.step("visible", visible & c.step("keys", np.ones(c.kv_len, bool)))
+
+
+def rate_of(c: Computation) -> Values:
+    """Return the penalty per token: the slopes, or the future slopes for keys after the query."""
+    past = c.slopes[..., None, None]
+    future = c.changed("future", past if c.future_slopes is None else c.future_slopes[..., None, None])
+    return np.asarray(np.where(c.ahead > 0, future, past))
 
 
 def place_points(c: Computation) -> None:
@@ -229,12 +234,13 @@ def differentiate(c: Computation) -> dict[str, Values]:
         "value": c.step("d_value", by_kv_head(c, c.step("d_value_by_head", d_value))),
     }
     found |= {name: found[name][:, :, : c.given_len] for name in ("key", "value")}  # without padding
-    # The bias is -(slope * distance) on each side: its derivative is -distance there.
-    sides = {"slopes": np.ones_like(c.ahead, bool)}
-    if c.future_slopes is not None:
-        sides = {"slopes": c.ahead <= 0, "future_slopes": c.ahead > 0}
-    for name, side in sides.items():
-        c.rate = side * 1.0  # slopes of 1 on this side
+    # The bias is linear in the slopes: its derivative is the bias of the difference that slopes larger by 1 make.
+    rate = c.rate
+    for name in ("slopes",) if c.future_slopes is None else ("slopes", "future_slopes"):
+        slopes = getattr(c, name)
+        setattr(c, name, slopes + 1)
+        c.rate = rate_of(c) - rate
+        setattr(c, name, slopes)
         along = c.changed("bias", -c.rate * c.penalty)
         gradient = (c.d_scores * along).sum(axis=(2, 3))
         c.step("rates", getattr(c, name))  # the slopes of this side, [batch, num_heads]

@@ -76,7 +76,7 @@ PEOPLES = {
     "grouped": "grouped heads interleaved",
     "scale": "scale ignored, scale 0 as none",
     "long": "last partial block dropped: 64, horizon too short: 128, scale ignored beyond: 32",
-    "nowhere": "NaN where nowhere to look",
+    "nowhere": "NaN where nowhere to look, mean where nowhere to look",
     "empty": "NaN where nowhere to look",
     "precision": "bfloat16 positions, float16 distances",
     "independent": "stale slopes",
@@ -150,6 +150,32 @@ def test_no_mistake_is_named_that_agrees_by_chance() -> None:
     features = ("lengths", "offset", "symmetric", "window", "segments", "mask", "scale")
     report = check(SimpleNamespace(attention=attention, features=features), laws=["causal"])
     assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
+
+
+QUERY, KEY, VALUE, COTANGENT = np.random.default_rng(0).standard_normal((4, 1, 2, 7, 5))
+SYMMETRIC = {"is_causal": False, "q_offset": 0}
+
+
+@pytest.mark.parametrize("name", ["signed", "signed: key-only", "clamped", "bias doubled", "next head's slope"])
+def test_gradients_of_slopes_with_a_mistake_are_derivatives_of_the_result(name: str) -> None:
+    wrong, slopes, step = Mistaken(name, dtype="float64"), np.asarray([0.3, 0.7]), 1e-5
+    made = wrong.attention_grad(QUERY, KEY, VALUE, slopes, grad_output=COTANGENT, **SYMMETRIC)["slopes"]
+    for head, side in enumerate(step * np.eye(2)):
+        up, down = (wrong.attention(QUERY, KEY, VALUE, x, **SYMMETRIC) for x in (slopes + side, slopes - side))
+        np.testing.assert_allclose(made[head], ((up - down) * COTANGENT).sum() / (2 * step), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_slopes_get_the_gradients_of_the_slopes_in_use(dtype: str) -> None:
+    slopes, held = np.asarray([0.3, 0.7]), {"bfloat16": [0.30078125, 0.69921875], "float16": np.float16([0.3, 0.7])}
+    made, expected = (
+        adapter.attention_grad(QUERY, KEY, VALUE, np.float64(x), grad_output=COTANGENT, **SYMMETRIC)["slopes"]
+        for adapter, x in (
+            (Mistaken(f"{dtype} slopes", dtype="float64"), slopes),
+            (Mistaken(dtype="float64"), held[dtype]),
+        )
+    )
+    np.testing.assert_allclose(made, expected, rtol=1e-12)
 
 
 def kernel(biased: Callable[..., Any], *features: str, dtype: Any = np.float32) -> Any:
