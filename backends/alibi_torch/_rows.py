@@ -139,7 +139,7 @@ def backward(
     Each block's bias is formed again, so that none is saved. ``result`` and ``logsumexp`` are those of
     :func:`forward`, in the working dtype as ``grad``.
     """
-    dtype, num_kv_heads = call.dtype, call.num_kv_heads
+    dtype, num_kv_heads, grad, result = call.dtype, call.num_kv_heads, grad.contiguous(), result.contiguous()
     call, query, key, value = _ungrouped(*_in_working_dtype(call, query, key, value))
     rates = [name for name in RATES if getattr(call, name) is not None]
     by_query, by_rates = torch.empty_like(query), [torch.zeros_like(getattr(call, name)) for name in rates]

@@ -80,3 +80,16 @@ def test_gradients_in_low_precision_are_rounded_once(dtype: torch.dtype) -> None
         gradients += torch.autograd.grad(attention(*inputs, **rules).sum(), inputs)
     for one, right in zip(found, exact, strict=True):
         assert (one.double() - right).abs().max() <= torch.finfo(dtype).eps / 2 * right.abs().max()
+
+
+@pytest.mark.parametrize("count", [3, 4])  # without and with the gradient of slopes
+@pytest.mark.parametrize("run", [lambda f: f, partial(torch.compile, backend="aot_eager")], ids=["eager", "compiled"])
+def test_any_layout_of_tensors_and_of_their_gradients(run: Any, count: int) -> None:
+    *tensors, points = problem(23)
+    given = [x.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0).requires_grad_() for x in tensors]
+    given.append(SLOPES.clone().requires_grad_(count > 3))
+    found, expected = (
+        torch.autograd.grad(f(*given, positions=points).sum(), given[:count])  # of a result's gradient without memory
+        for f in (run(between), partial(between, implementation="dense"))
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -227,8 +227,8 @@ def _attend_here(
 
 def _strided_as(other: Tensor, tensor: Tensor) -> Tensor:
     """Return the tensor with the strides of another one, which register_fake promises to compilers."""
-    like = torch.empty_like(other, dtype=tensor.dtype)
-    return tensor if tensor.stride() == like.stride() else like.copy_(tensor)
+    strides = torch.empty_like(other, device="meta").stride()
+    return tensor if tensor.stride() == strides else torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)
 
 
 torch.library.impl("alibi::attention", "default", _attend_here)
