@@ -28,10 +28,14 @@ def add_commands(commands: Any) -> None:
     check.add_argument(
         "--dtype", action="append", choices=(*DTYPES, "all"), help="which of the installed backends' (default float32)"
     )
-    check.add_argument("--profile", default="quick", choices=("quick", "thorough"))
+    check.add_argument(
+        "--profile", default="quick", choices=("quick", "thorough"), help="how much is checked (default quick)"
+    )
     check.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default 0)")
     check.add_argument("--law", action="append", metavar="NAME", help="only this law; may be repeated")
-    check.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="that one call may take")
+    check.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="that one call may take (default 60)"
+    )
     check.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
     check.set_defaults(run=_conformance)
     golden = commands.add_parser("golden", help="golden vectors, for implementations in any language")
@@ -56,8 +60,10 @@ def _conformance(options: argparse.Namespace) -> int:
     if unknown:
         known = ", ".join(law.name for law in LAWS)
         raise ValueError(f"--law must be one of {known}, got {min(unknown)!r}")
-    if options.seed < 0 or not 0 < options.time_limit < 1e6:
-        raise ValueError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
+    if options.seed < 0:
+        raise ValueError(f"--seed must not be negative, got {options.seed}")
+    if not 0 < options.time_limit < 1e6:
+        raise ValueError(f"--time-limit must be positive, below a million seconds, got {options.time_limit:g}")
     if options.json is not None:
         Path(options.json).touch()  # raises for an unwritable file before anything is checked
     registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
@@ -83,7 +89,8 @@ def _conformance(options: argparse.Namespace) -> int:
     # A backend that is not installed is reported; a missing --adapter is an error, below.
     for source, reason in () if options.adapter else missing:
         print(f"Not checked: {source} ({reason}).")
-    passed = all(report.passed for _, report in reports)
+    # Without a report, or without one of the adapters that were asked for, nothing has passed.
+    passed = bool(reports) and not (missing and options.adapter) and all(report.passed for _, report in reports)
     entries = [{"source": source, "passed": report.passed, "report": report.to_dict()} for source, report in reports]
     _write_json(options.json, {"passed": passed, "reports": entries})
     if missing and options.adapter:

@@ -131,6 +131,17 @@ def test_explain_says_what_the_heads_of_a_checkpoint_look_at(tmp_path: Path, cap
     assert main(["explain", str(tmp_path), "--tokens", "nowhere"]) == 2
 
 
+@pytest.mark.parametrize(
+    "option", ["--num-heads 5", "--window-size 3", "--causal", "--no-causal", "--scheme linear", "--bias-max 4"]
+)
+def test_options_that_a_checkpoint_answers_are_refused_with_one(option: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["explain", str(write_baichuan(tmp_path)), *option.split()]) == 2
+    name = option.split()[0].replace("--no-", "--")
+    assert capsys.readouterr().err == (
+        f"alibi-core: {name} must come with LENGTH, since a checkpoint has its own, got {tmp_path}\n"
+    )
+
+
 def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
     result = alone("explain", str(write_baichuan(tmp_path)))
     assert (result.returncode, result.stderr) == (0, "")
@@ -227,6 +238,12 @@ def test_a_reader_that_leaves_is_no_error(unbuffered: str, line: str) -> None:
     assert (result.returncode, printed) == (141, [])
 
 
+def test_closed_standard_output_is_no_error() -> None:
+    command = f"exec '{sys.executable}' -m alibi_core slopes 3 >&-"
+    result = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 # --- The conformance kit ---------------------------------------------------------------------------------------------
 
 ADAPTERS = """
@@ -301,10 +318,10 @@ def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(a
         ("--adapter my_adapters:missing", "has no attribute 'missing'"),
         ("--adapter no_such_module:x", "No module named 'no_such_module'"),
         ("--adapter my_adapters:leaves", "SystemExit: 0"),
-        ("--time-limit inf", "--time-limit must be positive"),
+        ("--time-limit inf", "--time-limit must be positive, below a million seconds, got inf"),
         ("--json nowhere/report.json", "nowhere/report.json"),
         ("--law windows", "--law must be one of slopes, causal_bias"),
-        ("--seed -1", "--seed must not be negative"),
+        ("--seed -1", "--seed must not be negative, got -1"),
         ("--adapter my_adapters:Signed --dtype float64", "there is no adapter to check of that dtype"),
     ],
 )
@@ -313,3 +330,10 @@ def test_what_cannot_be_checked_is_told(adapters: Path, line: str, message: str,
     printed = capsys.readouterr()
     assert message in " ".join(printed.err.split())
     assert printed.out == ""
+
+
+@pytest.mark.parametrize("line", ["--dtype float64", "--adapter my_adapters:missing --law causal"])
+def test_json_says_that_nothing_passed_where_an_adapter_was_not_checked(adapters: Path, line: str) -> None:
+    right = "--adapter tests.conformance.test_kit:Right"
+    assert main(f"conformance {right} {line} --json report.json".split()) == 2
+    assert json.loads((adapters / "report.json").read_text())["passed"] is False
