@@ -276,6 +276,10 @@ def leaves():
     raise SystemExit(0)
 
 
+def named():
+    return Bad("caf\u00e9", list)
+
+
 not_one = 3
 """
 
@@ -298,6 +302,13 @@ def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: Any)
     assert [x["passed"] for x in content["reports"]] == [False, True]
     assert main(f"conformance {right} --law causal".split()) == 0
     assert "Causal attention is exact to rounding" in capsys.readouterr().out
+
+
+def test_names_that_the_encoding_of_the_output_lacks_are_escaped(adapters: Path) -> None:
+    command = [sys.executable, "-m", "alibi_core", *["conformance", "--adapter", "my_adapters:named", "--law", "causal"]]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, "caf\\xe9, float32" in result.stdout) == (0, True), result.stderr
 
 
 def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(adapters: Path, capsys: Any) -> None:
