@@ -305,7 +305,8 @@ def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: Any)
 
 
 def test_names_that_the_encoding_of_the_output_lacks_are_escaped(adapters: Path) -> None:
-    command = [sys.executable, "-m", "alibi_core", *["conformance", "--adapter", "my_adapters:named", "--law", "causal"]]
+    line = "conformance --adapter my_adapters:named --law causal"
+    command = [sys.executable, "-m", "alibi_core", *line.split()]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (result.returncode, "caf\\xe9, float32" in result.stdout) == (0, True), result.stderr
