@@ -32,7 +32,11 @@ def add_commands(commands: Any) -> None:
         description="Print how far back the keys of each head matter, and which share of the visible scores that is: "
         "for a text of some length, or for a local checkpoint, with its family, slopes and bias.",
     )
-    explain.add_argument("target", metavar="LENGTH|DIR", help="tokens, or a directory with config.json and safetensors")
+    explain.add_argument(
+        "target",
+        metavar="LENGTH|DIR",
+        help="length of a text in tokens, or a directory with config.json and safetensors",
+    )
     of_length = explain.add_argument_group("options for LENGTH, which a checkpoint answers itself")
     of_length.add_argument("--num-heads", type=int, metavar="N", help="default 8")
     of_length.add_argument("--window-size", type=int, metavar="N", help="tokens back that a query sees, beside itself")
@@ -44,7 +48,8 @@ def add_commands(commands: Any) -> None:
     explain.add_argument(
         "--tokens",
         metavar="FILE",
-        help="numbers of tokens, with white space between: what each head of DIR looks at in this text (needs PyTorch)",
+        help="token ids, separated by white space: also print what each head of DIR looks at in this text (needs "
+        "PyTorch)",
     )
     explain.set_defaults(run=_explain)
     for parser, rules in ((slopes, slopes), (explain, of_length)):
