@@ -100,9 +100,10 @@ def _explain(options: argparse.Namespace) -> None:
         is_causal, window, sides = config.is_causal, config.window_size, _sides(checkpoint)
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         score_range = _score_range(options, 2 * config.head_dim * scale)
+        looked_at = None if options.tokens is None else _looked_at(checkpoint, options.target, options.tokens)
         print("\n".join(f"{name:8}{words}" for name, words in _facts(checkpoint, sides).items()), end="\n\n")
-        if options.tokens is not None:
-            print(_looked_at(options.target, options.tokens), end="\n\n")
+        if looked_at is not None:
+            print(looked_at, end="\n\n")
     horizons = [_horizons(side, score_range, options.tolerance, is_causal=is_causal) for side in sides]
     # Equal slopes on both sides need one pair of columns.
     is_even = len(sides) == 1 or np.array_equal(*sides)
@@ -127,11 +128,18 @@ def _slopes_of(options: argparse.Namespace, num_heads: int) -> Any:
     return alibi_core.slopes(num_heads, **{name: value for name, value in rule.items() if value is not None})
 
 
-def _looked_at(directory: str, file: str) -> str:
+def _looked_at(checkpoint: Checkpoint, directory: str, file: str) -> str:
     """Return the text of PyTorch's ``explain_model`` for a checkpoint and a file of token ids."""
-    torch, alibi_torch = map(importlib.import_module, ("torch", "alibi_torch"))
-    numbers = torch.tensor([[int(word) for word in Path(file).read_text(encoding="utf-8").split()]])
-    return str(alibi_torch.explain_model(alibi_torch.load_checkpoint(directory), numbers))
+    rule = f"--tokens must name a file of at least two token ids below {checkpoint.vocab_size}"
+    words = Path(file).read_bytes().split()
+    wrong = [word for word in words if not (word.isdigit() and int(word) < checkpoint.vocab_size)]
+    if wrong:
+        raise ValueError(f"{rule}, got {wrong[0][:40].decode(errors='backslashreplace')!r} in {file}")
+    if len(words) < 2:
+        raise ValueError(f"{rule}, got {len(words)} in {file}")
+    alibi_torch, torch = map(importlib.import_module, ("alibi_torch", "torch"))  # alibi_torch says what to install
+    tokens = torch.tensor([[int(word) for word in words]])
+    return str(alibi_torch.explain_model(alibi_torch.load_checkpoint(directory), tokens))
 
 
 def _sides(checkpoint: Checkpoint) -> list[Any]:

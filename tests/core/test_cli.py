@@ -131,6 +131,23 @@ def test_explain_says_what_the_heads_of_a_checkpoint_look_at(tmp_path: Path, cap
     assert main(["explain", str(tmp_path), "--tokens", "nowhere"]) == 2
 
 
+@pytest.mark.parametrize("text", ["3 x", "3 -1", "3 1.0", "3 99999999999999999999", "3 \u0663", "3", ""])
+def test_tokens_that_a_checkpoint_does_not_read_are_named(text: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    assert main(["explain", str(write_baichuan(tmp_path)), "--tokens", str(tmp_path / "text")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("alibi-core: --tokens must name a file of at least two token ids below ")
+    assert printed.err.endswith(f" in {tmp_path / 'text'}\n")
+
+
+def test_what_the_heads_look_at_needs_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("3 1 4")
+    result = alone("explain", str(write_baichuan(tmp_path)), "--tokens", str(tmp_path / "text"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"alibi-core: alibi_torch needs PyTorch; {install_hint('torch')}\n"
+
+
 @pytest.mark.parametrize(
     "option", ["--num-heads 5", "--window-size 3", "--causal", "--no-causal", "--scheme linear", "--bias-max 4"]
 )
