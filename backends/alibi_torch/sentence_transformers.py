@@ -102,6 +102,11 @@ class AlibiEmbedding(InputModule):
             raise ValueError(f"folder must hold the checkpoint of an encoder, got that of a decoder, {str(folder)!r}")
         # The folder exists. Without local_files_only, files that it lacks would be looked for on the network.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Where files are missing, transformers 5 makes a tokenizer that knows special tokens alone.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise FileNotFoundError(
+                f"folder must hold the files of its tokenizer, such as tokenizer.json, got {folder}"
+            )
         return cls(encoder, tokenizer, **own | options).eval()
 
     @classmethod

@@ -77,6 +77,17 @@ def test_only_a_folder_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         AlibiEmbedding.of("some/model")
 
 
+def test_a_folder_without_its_tokenizer_is_refused(folder: Path) -> None:
+    for file in folder.glob("*token*"):
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    with pytest.raises(
+        FileNotFoundError, match=r"folder must hold the files of its tokenizer, such as tokenizer\.json"
+    ):
+        AlibiEmbedding.of(folder)
+
+
 def test_a_length_of_no_token_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="max_seq_length must be at least 1, got 0"):
         AlibiEmbedding.of(folder, max_seq_length=0)
