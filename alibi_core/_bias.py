@@ -168,7 +168,8 @@ def bias_from_positions(
             ``"euclidean"``, the root of the sum of their squares; ``"chebyshev"``, the largest of them.
         law: As in :func:`bias`: how the penalty grows with the distance. Results have the same bits in every array
             library for integers (32-bit ones less than 2**24 apart) with ``"linear"``, on a line or with
-            ``"manhattan"`` or ``"chebyshev"``; otherwise they agree within two units in the last place.
+            ``"manhattan"`` or ``"chebyshev"``. Otherwise they are within two units in the last place of the exact
+            number in libraries that compute in float64, within ``dims + 4`` in others.
         contract: As in :func:`bias`: rounding and counting of the bias. BLOOM and Falcon count positions by the padding
             mask (1 for text, 0 for padding), ``(cumsum(mask) - 1) * mask``, and the mask serves as segment ids.
             ``"mpt"`` is refused, because it counts columns: use :func:`bias` with any padding.

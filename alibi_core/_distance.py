@@ -109,7 +109,7 @@ def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: 
             f"None] if they are [{axes}], or positions[None] if they are [{name}, dims]"
         )
     if not (on_line or in_space):
-        raise ValueError(f"positions must have axes [{axes}] or [{axes}, dims], {(*batch, length)}, got {shape}")
+        raise ValueError(f"positions must have axes [{axes}] or [{axes}, dims], here {(*batch, length)}, got {shape}")
     return positions[..., None] if on_line else positions
 
 

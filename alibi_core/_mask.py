@@ -31,8 +31,8 @@ def boolean_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[s
             mask = xp.reshape(mask, (*mask.shape[:-1], 1, 1, mask.shape[-1]))
     if not is_kind(xp, mask.dtype, "bool"):
         raise TypeError(
-            f"mask must be booleans, or integers 0 and 1 (1 where a query may look), got {mask.dtype}; an ALiBi bias "
-            "is left out; if it is 1 where a query may look and 0 elsewhere, use mask != 0; if it is 0 where a query "
+            f"mask must be booleans, or integers 0 and 1 (1 where a query may look), got {mask.dtype}; leave out an "
+            "ALiBi bias; if it is 1 where a query may look and 0 elsewhere, use mask != 0; if it is 0 where a query "
             "may look and -inf or the like elsewhere, use mask == 0"
         )
     return with_score_axes(xp, "mask", mask, batch, scores)

@@ -16,7 +16,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "alibi_slopes": "slopes",
     "attention_mask": ("mask, which takes it as it is, 1 for text", "key_padding_mask: attention_mask == 0"),
     "attn_bias": "added_bias, floating numbers that are added beside ALiBi's own",
-    "attn_mask": "mask, booleans, True where a query may look; ALiBi's own bias is left out, as attention adds it",
+    "attn_mask": "mask, booleans, True where a query may look; leave out ALiBi's own bias, which attention adds",
     "causal": "is_causal",
     "cu_seqlens": "segment_ids, the number of each token's text",
     "d_model": "embed_dim",

@@ -7,6 +7,7 @@ conformance kit needs its extra.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,9 +22,11 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 plus the number of the signal, as in 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0 for success, 1 if a check failed, 2 if it could not run."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal's encoding lacks are no error
     try:
         status: int | None = options.run(options)
-        sys.stdout.flush()
+        print(end="", flush=True)  # unlike sys.stdout.flush(), also where standard output is closed
     except BrokenPipeError:  # as with "| head -1". Without dup2, Python flushes stdout at exit and prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -22,29 +22,40 @@ def add_commands(commands: Any) -> None:
         "--adapter",
         action="append",
         metavar="PACKAGE.MODULE:NAME",
-        help="an adapter, a class of one, or a function that returns one or several; may be repeated. Default: every "
+        help="an adapter, its class, or a function that returns one or several; may be repeated. Default: every "
         "installed backend",
     )
     check.add_argument(
-        "--dtype", action="append", choices=(*DTYPES, "all"), help="which of the installed backends' (default float32)"
+        "--dtype",
+        action="append",
+        choices=(*DTYPES, "all"),
+        help="only adapters of this dtype; may be repeated. Default: float32, with --adapter all",
     )
-    check.add_argument("--profile", default="quick", choices=("quick", "thorough"))
-    check.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default 0)")
+    check.add_argument(
+        "--profile", default="quick", choices=("quick", "thorough"), help="how much is checked (default quick)"
+    )
+    check.add_argument("--seed", type=int, default=0, help="seed of the drawn cases (default 0)")
     check.add_argument("--law", action="append", metavar="NAME", help="only this law; may be repeated")
-    check.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="that one call may take")
-    check.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
+    check.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="how long one call may take (default 60)"
+    )
+    check.add_argument("--json", metavar="FILE", help="also write the report to this file")
     check.set_defaults(run=_conformance)
-    golden = commands.add_parser("golden", help="golden vectors, for implementations in any language")
+    golden = commands.add_parser(
+        "golden", help="write golden vectors, or check results, for implementations in any language"
+    )
     actions = golden.add_subparsers(required=True, metavar="ACTION")
     write = actions.add_parser("write", help="write the golden vectors")
-    write.add_argument("directory", metavar="DIR", help="is made; what it holds must be golden vectors")
+    write.add_argument(
+        "directory", metavar="DIR", help="created; if it exists, it must be empty or hold golden vectors"
+    )
     write.set_defaults(run=_write)
     verify = actions.add_parser(
         "check", help="check results that a program wrote; DIR/FORMAT.md tells how to write them"
     )
     verify.add_argument("directory", metavar="DIR", help="the golden vectors")
     verify.add_argument("results", metavar="RESULTS", help="the directory with results.json")
-    verify.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
+    verify.add_argument("--json", metavar="FILE", help="also write the report to this file")
     verify.set_defaults(run=_verify)
 
 
@@ -56,8 +67,10 @@ def _conformance(options: argparse.Namespace) -> int:
     if unknown:
         known = ", ".join(law.name for law in LAWS)
         raise ValueError(f"--law must be one of {known}, got {min(unknown)!r}")
-    if options.seed < 0 or not 0 < options.time_limit < 1e6:
-        raise ValueError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
+    if options.seed < 0:
+        raise ValueError(f"--seed must not be negative, got {options.seed}")
+    if not 0 < options.time_limit < 1e6:
+        raise ValueError(f"--time-limit must be positive, below a million seconds, got {options.time_limit:g}")
     if options.json is not None:
         Path(options.json).touch()  # raises for an unwritable file before anything is checked
     registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
@@ -83,7 +96,8 @@ def _conformance(options: argparse.Namespace) -> int:
     # A backend that is not installed is reported; a missing --adapter is an error, below.
     for source, reason in () if options.adapter else missing:
         print(f"Not checked: {source} ({reason}).")
-    passed = all(report.passed for _, report in reports)
+    # Without a report, or without one of the adapters that were asked for, nothing has passed.
+    passed = bool(reports) and not (missing and options.adapter) and all(report.passed for _, report in reports)
     entries = [{"source": source, "passed": report.passed, "report": report.to_dict()} for source, report in reports]
     _write_json(options.json, {"passed": passed, "reports": entries})
     if missing and options.adapter:

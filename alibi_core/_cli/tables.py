@@ -18,6 +18,7 @@ from alibi_core._slopes import slope_values
 
 TYPICAL_RANGE = 16.0  # 2 * scale * |query| * |key| of normally distributed queries and keys of 64 features
 LENGTHS = (2_048, 8_192, 32_768)  # tokens; the columns for a checkpoint
+OF_LENGTH = ("num_heads", "window_size", "causal", "scheme", "bias_max")  # options that a checkpoint answers itself
 
 
 def add_commands(commands: Any) -> None:
@@ -31,26 +32,29 @@ def add_commands(commands: Any) -> None:
         description="Print how far back the keys of each head matter, and which share of the visible scores that is: "
         "for a text of some length, or for a local checkpoint, with its family, slopes and bias.",
     )
-    explain.add_argument("target", metavar="LENGTH|DIR", help="tokens, or a directory with config.json and safetensors")
     explain.add_argument(
-        "--num-heads", type=int, default=8, metavar="N", help="default 8; of LENGTH, like the next two"
+        "target",
+        metavar="LENGTH|DIR",
+        help="length of a text in tokens, or a directory with config.json and safetensors",
     )
-    explain.add_argument("--window-size", type=int, metavar="N", help="tokens back that a query sees, beside itself")
-    explain.add_argument(
+    of_length = explain.add_argument_group("options for LENGTH, which a checkpoint answers itself")
+    of_length.add_argument("--num-heads", type=int, metavar="N", help="default 8")
+    of_length.add_argument("--window-size", type=int, metavar="N", help="tokens back that a query sees, beside itself")
+    of_length.add_argument(
         "--causal",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="whether a query sees no key after it (default yes)",
     )
     explain.add_argument(
         "--tokens",
         metavar="FILE",
-        help="numbers of tokens, with white space between: what each head of DIR looks at in this text (needs PyTorch)",
+        help="token ids, separated by white space: also print what each head of DIR looks at in this text (needs "
+        "PyTorch)",
     )
     explain.set_defaults(run=_explain)
-    for parser in (slopes, explain):
-        parser.add_argument("--scheme", default="canonical", metavar="NAME", help="canonical, geometric or linear")
-        parser.add_argument("--bias-max", type=float, default=8.0, metavar="X", help="of the scheme (default 8)")
+    for parser, rules in ((slopes, slopes), (explain, of_length)):
+        rules.add_argument("--scheme", metavar="NAME", help="canonical (default), geometric or linear")
+        rules.add_argument("--bias-max", type=float, metavar="X", help="of the scheme (default 8)")
         parser.add_argument(
             "--score-range",
             type=float,
@@ -68,7 +72,7 @@ def add_commands(commands: Any) -> None:
 
 def _slopes(options: argparse.Namespace) -> None:
     score_range = _score_range(options, TYPICAL_RANGE)
-    slopes = alibi_core.slopes(options.num_heads, scheme=options.scheme, bias_max=options.bias_max)
+    slopes = _slopes_of(options, options.num_heads)
     horizons = _horizons(slopes, score_range, options.tolerance, is_causal=True)
     pairs = zip(slopes, horizons, strict=True)
     print_table(("head", "slope", "horizon"), [(str(head), *_shown(*pair)) for head, pair in enumerate(pairs)])
@@ -82,19 +86,24 @@ def _explain(options: argparse.Namespace) -> None:
             raise ValueError(f"--tokens must come with DIR, a checkpoint that reads them, got LENGTH {options.target}")
         length = checks.size("LENGTH", int(options.target))
         checks.positions_fit(0, length, length)
-        slopes = alibi_core.slopes(options.num_heads, scheme=options.scheme, bias_max=options.bias_max)
+        slopes = _slopes_of(options, 8 if options.num_heads is None else options.num_heads)
         window = None if options.window_size is None else checks.window(options.window_size)
-        lengths, is_causal, sides = (length,), options.causal, [slopes] * (1 if options.causal else 2)
+        lengths, is_causal = (length,), options.causal is not False
+        sides = [slopes] * (1 if is_causal else 2)
         score_range = _score_range(options, TYPICAL_RANGE)
     else:
         checkpoint = Checkpoint.open(options.target)
+        given = [f"--{name.replace('_', '-')}" for name in OF_LENGTH if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"{given[0]} must come with LENGTH, since a checkpoint has its own, got {options.target}")
         config = checkpoint.config
         is_causal, window, sides = config.is_causal, config.window_size, _sides(checkpoint)
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         score_range = _score_range(options, 2 * config.head_dim * scale)
+        looked_at = None if options.tokens is None else _looked_at(checkpoint, options.target, options.tokens)
         print("\n".join(f"{name:8}{words}" for name, words in _facts(checkpoint, sides).items()), end="\n\n")
-        if options.tokens is not None:
-            print(_looked_at(options.target, options.tokens), end="\n\n")
+        if looked_at is not None:
+            print(looked_at, end="\n\n")
     horizons = [_horizons(side, score_range, options.tolerance, is_causal=is_causal) for side in sides]
     # Equal slopes on both sides need one pair of columns.
     is_even = len(sides) == 1 or np.array_equal(*sides)
@@ -113,11 +122,24 @@ def _explain(options: argparse.Namespace) -> None:
     print("whole tiles of scores, so a few more.")
 
 
-def _looked_at(directory: str, file: str) -> str:
+def _slopes_of(options: argparse.Namespace, num_heads: int) -> Any:
+    """Return the slopes of the given scheme; the defaults are those of ``slopes``."""
+    rule = {name: getattr(options, name) for name in ("scheme", "bias_max")}
+    return alibi_core.slopes(num_heads, **{name: value for name, value in rule.items() if value is not None})
+
+
+def _looked_at(checkpoint: Checkpoint, directory: str, file: str) -> str:
     """Return the text of PyTorch's ``explain_model`` for a checkpoint and a file of token ids."""
-    torch, alibi_torch = map(importlib.import_module, ("torch", "alibi_torch"))
-    numbers = torch.tensor([[int(word) for word in Path(file).read_text(encoding="utf-8").split()]])
-    return str(alibi_torch.explain_model(alibi_torch.load_checkpoint(directory), numbers))
+    rule = f"--tokens must name a file of at least two token ids below {checkpoint.vocab_size}"
+    words = Path(file).read_bytes().split()
+    wrong = [word for word in words if not (word.isdigit() and int(word) < checkpoint.vocab_size)]
+    if wrong:
+        raise ValueError(f"{rule}, got {wrong[0][:40].decode(errors='backslashreplace')!r} in {file}")
+    if len(words) < 2:
+        raise ValueError(f"{rule}, got {len(words)} in {file}")
+    alibi_torch, torch = map(importlib.import_module, ("alibi_torch", "torch"))  # alibi_torch says what to install
+    tokens = torch.tensor([[int(word) for word in words]])
+    return str(alibi_torch.explain_model(alibi_torch.load_checkpoint(directory), tokens))
 
 
 def _sides(checkpoint: Checkpoint) -> list[Any]:

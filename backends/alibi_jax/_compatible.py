@@ -40,12 +40,12 @@ def materialised(array: jax.Array) -> jax.Array:
         jax.jit(lambda x: (x @ jnp.ones((32, 64))).sum(0))(jnp.ones((64, 32)))
 
     ``jax.lax.optimization_barrier`` alone is removed before that fusion is made. Here a comparison of indices selects
-    1 everywhere; no compiler pass can prove that NaN is never selected. Derivatives are products with the same ones.
+    1 everywhere; no compiler pass can prove that 2 is never selected. Derivatives are products with the same ones.
     """
     places = sum(jax.lax.broadcasted_iota(np.int32, array.shape, axis) for axis in range(array.ndim))
     always = places < jax.lax.optimization_barrier(np.int32(np.iinfo(np.int32).max))
-    one, nan = (jnp.asarray(x, array.dtype) for x in (1, np.nan))
-    return array * jnp.where(always, one, nan)
+    one, two = (jnp.asarray(x, array.dtype) for x in (1, 2))
+    return array * jnp.where(always, one, two)
 
 
 # --- Types of arrays ------------------------------------------------------------------------------------------------

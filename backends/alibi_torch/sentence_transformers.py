@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_core.backend.checks import install_hint, one_of
+from alibi_core.backend.checks import install_hint, one_of, positive_int
 from alibi_core.backend.models import POOLING
 from alibi_torch.nn import AlibiConfig, AlibiEncoder, load_checkpoint
 
@@ -45,6 +45,9 @@ class AlibiEmbedding(InputModule):
         normalize: Whether vectors are divided by their norm.
         max_seq_length: Texts are truncated to this many tokens. Default: no limit.
 
+    Raises:
+        ValueError: If ``pooling`` is unknown, or ``max_seq_length`` is below 1.
+
     Example:
         >>> from sentence_transformers import SentenceTransformer  # doctest: +SKIP
         >>> from alibi_torch.sentence_transformers import AlibiEmbedding
@@ -68,7 +71,7 @@ class AlibiEmbedding(InputModule):
         super().__init__()
         self.encoder, self.tokenizer = encoder, tokenizer
         self.pooling, self.normalize = one_of("pooling", pooling, POOLING), normalize
-        self.max_seq_length = max_seq_length
+        self.max_seq_length = None if max_seq_length is None else positive_int("max_seq_length", max_seq_length)
 
     @classmethod
     def of(cls, folder: str | Path, *, dtype: torch.dtype | None = torch.float32, **options: Any) -> AlibiEmbedding:
@@ -87,17 +90,24 @@ class AlibiEmbedding(InputModule):
             ValueError: If the checkpoint belongs to a decoder or an unsupported family.
         """
         folder = Path(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
         if (folder / OWN_CONFIG).exists():
-            saved = _read(folder / OWN_CONFIG)
-            fields = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.pop("config").items()}
-            encoder = AlibiEncoder(AlibiConfig(**fields), saved.pop("vocab_size"))
+            own = _read(folder / OWN_CONFIG)
+            fields = {name: tuple(x) if isinstance(x, list) else x for name, x in own.pop("config").items()}
+            encoder = AlibiEncoder(AlibiConfig(**fields), own.pop("vocab_size"))
             encoder.load_state_dict(load_file(folder / WEIGHTS), assign=True)  # keeps the dtypes of the file
-            return cls(encoder if dtype is None else encoder.to(dtype), tokenizer, **saved | options).eval()
-        encoder = load_checkpoint(folder, dtype=dtype)
+            encoder = encoder if dtype is None else encoder.to(dtype)
+        else:
+            encoder, own = load_checkpoint(folder, dtype=dtype), _options_of(folder)
         if not isinstance(encoder, AlibiEncoder):
             raise ValueError(f"folder must hold the checkpoint of an encoder, got that of a decoder, {str(folder)!r}")
-        return cls(encoder, tokenizer, **_options_of(folder) | options).eval()
+        # The folder exists. Without local_files_only, files that it lacks would be looked for on the network.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Where files are missing, transformers 5 makes a tokenizer that knows special tokens alone.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise FileNotFoundError(
+                f"folder must hold the files of its tokenizer, such as tokenizer.json, got {folder}"
+            )
+        return cls(encoder, tokenizer, **own | options).eval()
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **options: Any) -> AlibiEmbedding:

@@ -366,14 +366,19 @@ def test_the_plugin_makes_a_test_of_each_law(pytester: Any, monkeypatch: Any) ->
         def test_mine(alibi_law):
             alibi_law()
 
-        def test_another():
+        @pytest.mark.parametrize(argnames="number", argvalues=[1])
+        def test_another(number):
+            pass
+
+        @pytest.mark.parametrize(argnames="alibi_law", argvalues=["causal"], indirect=True)
+        def test_chosen(alibi_law):
             pass
     """)
     collected = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--collect-only")
-    collected.stdout.fnmatch_lines([f"*{2 * len(LAWS) + 1} tests collected*"])
+    collected.stdout.fnmatch_lines([f"*{2 * len(LAWS) + 3} tests collected*"])
     some = "symmetric or lengths or another"
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rf", "-v", "-k", some)
-    result.assert_outcomes(passed=4, failed=1, skipped=4, deselected=2 * len(LAWS) - 8)
+    result.assert_outcomes(passed=4, failed=1, skipped=4, deselected=2 * len(LAWS) - 6)
     result.stdout.fnmatch_lines(["*test_mine*signed-symmetric*FAILED*", "*Future keys are rewarded*"])
     result.stdout.no_fnmatch_line("*Traceback*")
 

@@ -143,6 +143,25 @@ def test_the_bias_is_right_to_two_units_in_the_last_place(framework: Framework, 
     assert np.all(np.abs(found - expected) <= 2 * np.spacing(np.abs(expected)))
 
 
+@pytest.mark.parametrize("law", ["linear", "log", "sqrt"])
+@pytest.mark.parametrize("distance", ["manhattan", "euclidean", "chebyshev"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_bias_in_many_dimensions_is_right_to_units_in_the_last_place(
+    framework: Framework, distance: str, law: str
+) -> None:
+    slopes = np.asarray([1.0, 0.3], np.float32)  # 0.3 rounds the product, 1.0 does not
+    for dims in (1, 3, 64):
+        points = np.random.default_rng(dims).normal(size=(60, dims)).astype(np.float32)
+        steps = np.abs(points[:, None].astype(np.float64) - points)
+        norm = {"manhattan": 1, "euclidean": 2, "chebyshev": np.inf}[distance]
+        penalties = {"linear": np.positive, "log": np.log1p, "sqrt": np.sqrt}[law](np.linalg.norm(steps, norm, axis=-1))
+        exact = -slopes[:, None, None].astype(np.float64) * penalties
+        arrays = map(framework.array, (slopes, points, points))
+        found = alibi_core.bias_from_positions(*arrays, distance=distance, law=law, is_causal=False)
+        units = dims + 4 if framework.name in ("jax", "mlx") else 2
+        assert np.all(np.abs(framework.numpy(found) - exact) <= units * np.spacing(np.abs(exact).astype(np.float32)))
+
+
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 def test_an_encoder_of_points_knows_nothing_of_their_order(name: str) -> None:
     config = AlibiConfig(

@@ -229,6 +229,14 @@ def test_jax_names_weights_that_do_not_fit(tmp_path: Path) -> None:
         alibi_jax.save_weights(3, path)
 
 
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_damaged_file_of_weights_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    path.write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=r"layer.safetensors must be a safetensors file"):
+        load(name, make_layer(name, embed_dim=16, num_heads=4), path)
+
+
 OTHERS = ({"num_heads": 2}, {"is_causal": False}, {"window_size": 3}, {"slopes": SLOPES}, {"law": "log"})
 
 

@@ -131,6 +131,34 @@ def test_explain_says_what_the_heads_of_a_checkpoint_look_at(tmp_path: Path, cap
     assert main(["explain", str(tmp_path), "--tokens", "nowhere"]) == 2
 
 
+@pytest.mark.parametrize("text", ["3 x", "3 -1", "3 1.0", "3 99999999999999999999", "3 \u0663", "3", ""])
+def test_tokens_that_a_checkpoint_does_not_read_are_named(text: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    assert main(["explain", str(write_baichuan(tmp_path)), "--tokens", str(tmp_path / "text")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("alibi-core: --tokens must name a file of at least two token ids below ")
+    assert printed.err.endswith(f" in {tmp_path / 'text'}\n")
+
+
+def test_what_the_heads_look_at_needs_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("3 1 4")
+    result = alone("explain", str(write_baichuan(tmp_path)), "--tokens", str(tmp_path / "text"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"alibi-core: alibi_torch needs PyTorch; {install_hint('torch')}\n"
+
+
+@pytest.mark.parametrize(
+    "option", ["--num-heads 5", "--window-size 3", "--causal", "--no-causal", "--scheme linear", "--bias-max 4"]
+)
+def test_options_that_a_checkpoint_answers_are_refused_with_one(option: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["explain", str(write_baichuan(tmp_path)), *option.split()]) == 2
+    name = option.split()[0].replace("--no-", "--")
+    assert capsys.readouterr().err == (
+        f"alibi-core: {name} must come with LENGTH, since a checkpoint has its own, got {tmp_path}\n"
+    )
+
+
 def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
     result = alone("explain", str(write_baichuan(tmp_path)))
     assert (result.returncode, result.stderr) == (0, "")
@@ -227,6 +255,12 @@ def test_a_reader_that_leaves_is_no_error(unbuffered: str, line: str) -> None:
     assert (result.returncode, printed) == (141, [])
 
 
+def test_closed_standard_output_is_no_error() -> None:
+    command = f"exec '{sys.executable}' -m alibi_core slopes 3 >&-"
+    result = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 # --- The conformance kit ---------------------------------------------------------------------------------------------
 
 ADAPTERS = """
@@ -259,6 +293,10 @@ def leaves():
     raise SystemExit(0)
 
 
+def named():
+    return Bad("caf\u00e9", list)
+
+
 not_one = 3
 """
 
@@ -283,6 +321,14 @@ def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: Any)
     assert "Causal attention is exact to rounding" in capsys.readouterr().out
 
 
+def test_names_that_the_encoding_of_the_output_lacks_are_escaped(adapters: Path) -> None:
+    line = "conformance --adapter my_adapters:named --law causal"
+    command = [sys.executable, "-m", "alibi_core", *line.split()]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, "caf\\xe9, float32" in result.stdout) == (0, True), result.stderr
+
+
 def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(adapters: Path, capsys: Any) -> None:
     options = "--law grouped --json report.json --time-limit 2"
     assert main(f"conformance --adapter my_adapters:several {options}".split()) == 1
@@ -301,10 +347,10 @@ def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(a
         ("--adapter my_adapters:missing", "has no attribute 'missing'"),
         ("--adapter no_such_module:x", "No module named 'no_such_module'"),
         ("--adapter my_adapters:leaves", "SystemExit: 0"),
-        ("--time-limit inf", "--time-limit must be positive"),
+        ("--time-limit inf", "--time-limit must be positive, below a million seconds, got inf"),
         ("--json nowhere/report.json", "nowhere/report.json"),
         ("--law windows", "--law must be one of slopes, causal_bias"),
-        ("--seed -1", "--seed must not be negative"),
+        ("--seed -1", "--seed must not be negative, got -1"),
         ("--adapter my_adapters:Signed --dtype float64", "there is no adapter to check of that dtype"),
     ],
 )
@@ -313,3 +359,10 @@ def test_what_cannot_be_checked_is_told(adapters: Path, line: str, message: str,
     printed = capsys.readouterr()
     assert message in " ".join(printed.err.split())
     assert printed.out == ""
+
+
+@pytest.mark.parametrize("line", ["--dtype float64", "--adapter my_adapters:missing --law causal"])
+def test_json_says_that_nothing_passed_where_an_adapter_was_not_checked(adapters: Path, line: str) -> None:
+    right = "--adapter tests.conformance.test_kit:Right"
+    assert main(f"conformance {right} {line} --json report.json".split()) == 2
+    assert json.loads((adapters / "report.json").read_text())["passed"] is False

@@ -89,6 +89,11 @@ def test_a_query_that_sees_no_key_makes_no_nan_on_the_way(implementation: str) -
     assert all(np.abs(gradient).max() > 0 for gradient in gradients)
 
 
+def test_uncompiled_dense_attention_makes_no_nan_on_the_way() -> None:
+    with jax.debug_nans(True):
+        alibi_jax.attention(*tensors(), implementation="dense")
+
+
 @pytest.mark.parametrize("transformation", [jax.grad, pytest.param(jax.jit, marks=pytest.mark.slow)])
 def test_jax_debug_nans_names_attention_where_a_nan_appears(transformation: Callable[..., Any]) -> None:
     x = jnp.full((1, 4, 2, 4), 1e30)  # products overflow

@@ -68,6 +68,31 @@ def test_pooling_norm_and_length_are_those_of_the_folder(folder: Path, tmp_path:
         AlibiEmbedding.of(folder)
 
 
+def test_only_a_folder_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    with pytest.raises(FileNotFoundError, match="directory must be one that holds a checkpoint, got 'some/model'"):
+        AlibiEmbedding.of("some/model")
+
+
+def test_a_folder_without_its_tokenizer_is_refused(folder: Path) -> None:
+    for file in folder.glob("*token*"):
+        file.unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    with pytest.raises(
+        FileNotFoundError, match=r"folder must hold the files of its tokenizer, such as tokenizer\.json"
+    ):
+        AlibiEmbedding.of(folder)
+
+
+def test_a_length_of_no_token_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="max_seq_length must be at least 1, got 0"):
+        AlibiEmbedding.of(folder, max_seq_length=0)
+
+
 def test_a_trained_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     module = AlibiEmbedding.of(folder, normalize=True, max_seq_length=5)
     model = SentenceTransformer(modules=[module], device="cpu")

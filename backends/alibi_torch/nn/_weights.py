@@ -39,7 +39,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        ValueError: If an attention layer differs from the saved one in heads, direction, window or slopes.
+        ValueError: If the file is damaged, or an attention layer differs from the saved one in heads, direction, window
+            or slopes.
         RuntimeError: If weights are missing, unknown, or have a wrong shape.
 
     Example:
@@ -51,8 +52,13 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
         Traceback (most recent call last):
         ValueError: layer must have is_causal=False, as where its weights were saved, got is_causal=True
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(os.fspath(path), framework="pt") as file:
-        check_weights(file.metadata(), module.named_modules())
-        module.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118, it is no dict
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            metadata = file.metadata()
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    except SafetensorError as error:
+        raise ValueError(f"{os.fspath(path)} must be a safetensors file, got {error}") from None
+    check_weights(metadata, module.named_modules())
+    module.load_state_dict(weights)

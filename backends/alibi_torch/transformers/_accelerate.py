@@ -141,7 +141,7 @@ def _bases_of(model: Any) -> list[Any]:
     found = [x for x in model.modules() if isinstance(x, tuple(MODELS))]
     if not found:
         raise ValueError(
-            f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; encoders "
+            f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; models "
             "without ALiBi get it by with_alibi, and alibi_torch.load_checkpoint reads models with code of their own"
         )
     for base in found:
