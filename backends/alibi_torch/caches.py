@@ -90,7 +90,9 @@ class KVCache:
         if self._measured < self.length:  # lazily: short caches are never measured
             some = slice(self._measured, self.length)
             norms = norm_bounds(self.key[:, :, some].detach())
-            blocks = torch.arange(some.start, some.stop, device=norms.device) // BLOCK
+            # A shift, because Inductor of PyTorch 2.13 on CPUs leaves out the rest of n % BLOCK numbers of
+            # `arange(n) // BLOCK` where n is symbolic.
+            blocks = torch.arange(some.start, some.stop, device=norms.device) >> BLOCK.bit_length() - 1
             self._norms_by_block.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
             self._measured = self.length
         return self._norms_by_block

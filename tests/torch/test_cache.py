@@ -196,3 +196,18 @@ def test_attention_to_a_cache_compiles_in_one_graph() -> None:
         cache.append(key[:, :, token, None], value[:, :, token, None])
         step = query[:, :, token, None]
         torch.testing.assert_close(attend(step), cache.attend(step))
+
+
+@pytest.mark.slow
+def test_a_compiled_prefill_measures_all_its_keys() -> None:
+    torch.compiler.reset()
+
+    def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = KVCache(1, 1, 300, 8)
+        cache.append(key, value)
+        return cache.attend(query), cache.key_norms
+
+    compiled = torch.compile(prefill, fullgraph=True, dynamic=True)
+    for length in (200, 290, 5):
+        tensors = torch.randn(3, 1, 1, length, 8).unbind()
+        torch.testing.assert_close(compiled(*tensors), prefill(*tensors))
