@@ -211,7 +211,8 @@ class AttentionCall:
             kv_segment_ids=kv_segment_ids,
             window_size=window_size,
             mask=mask,
-            scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
+            # float() keeps float64 where torch.jit.trace makes a tensor of the size.
+            scale=float(sizes["head_dim"]) ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
             tolerance=min(checks.non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE),
             q_points=q_points,
             kv_points=kv_points,

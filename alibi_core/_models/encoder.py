@@ -196,39 +196,49 @@ class BaseEncoder(BaseTextModel):
 
     def _encode(self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any, pooling: str) -> Any:
         """Return the vectors of texts, ``[batch, embed_dim]``; JAX compiles this."""
-        rows = self._text_rows(tokens, token_types, lengths, mask)
-        vectors = self._text_vectors(tokens, token_types, rows)  # [tokens of text, embed_dim]
-        xp = namespace_of(vectors)
-        # Means are computed in float32 at least.
-        vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
-        pooled, start = [], 0
-        for count in rows.counts:
-            text = vectors[start : start + count]
-            pooled.append(text[0] if pooling == "cls" and count else text.sum(axis=0) / max(count, 1))
-            start += count
-        return xp.stack(pooled) if pooled else vectors
+        calls, places, counts = self._packed(tokens, token_types, lengths, mask)
+        # [tokens of text, embed_dim], row by row
+        vectors = self._xp.concatenate([self(**call).reshape(-1, self.config.embed_dim) for call in calls])
+        return self._pooled(vectors if places is None else vectors[places], counts, pooling)
 
-    def _text_vectors(self, tokens: Any, token_types: Any | None, rows: TextRows) -> Any:
-        """Return the vectors of the tokens that are text, ``[tokens of text, embed_dim]``, row by row."""
-        xp, width = namespace_of(tokens), self.config.embed_dim
+    def _packed(
+        self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any
+    ) -> tuple[list[dict[str, Any]], Any | None, list[int]]:
+        """Return the arguments of calls of the model, the places of text in their results, and its counts by row.
+
+        The places are None if the results are text alone. This is work for the host, which PyTorch's compiler skips.
+        """
+        rows, xp = self._text_rows(tokens, token_types, lengths, mask), namespace_of(tokens)
+        given = {"tokens": tokens, "token_types": token_types}
 
         def placed(values: Numbers) -> Any:
             return asarray(xp, values, None, device_of(xp, tokens))
 
         # Without padding, one call on the batch as it is.
         if rows.is_full:
-            return self(tokens, token_types=token_types).reshape(-1, width)
+            return [given], None, rows.counts
         if rows.has_gaps:
             text = placed(rows.text)
             # Ids in padding may be out of range: replace them by 0.
-            tokens, token_types = (None if x is None else x * astype(xp, text, x.dtype) for x in (tokens, token_types))
+            given = {name: None if x is None else x * astype(xp, text, x.dtype) for name, x in given.items()}
             # Gaps count in distances, so rows are computed with a padding mask.
-            hidden = self(tokens, mask=text[:, None, None], token_types=token_types)
-            return hidden.reshape(-1, width)[placed(rows.places)]
-        vectors = []
+            return [given | {"mask": text[:, None, None]}], placed(rows.places), rows.counts
+        calls = []
         for places, segment_ids in rows.packs(self._most_packed(tokens)):
             index = placed(places)
             # [1, tokens of text]: one packed row
-            packed, types = (None if x is None else x.reshape(-1)[index][None] for x in (tokens, token_types))
-            vectors.append(self(packed, segment_ids=placed(segment_ids)[None], token_types=types)[0])
-        return self._xp.concatenate(vectors)
+            packed = {name: None if x is None else x.reshape(-1)[index][None] for name, x in given.items()}
+            calls.append(packed | {"segment_ids": placed(segment_ids)[None]})
+        return calls, None, rows.counts
+
+    def _pooled(self, vectors: Any, counts: list[int], pooling: str) -> Any:
+        """Return the vectors of texts, ``[batch, embed_dim]``, from those of their tokens, row by row."""
+        xp = namespace_of(vectors)
+        # Means are computed in float32 at least.
+        vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
+        pooled, start = [], 0
+        for count in counts:
+            text = vectors[start : start + count]
+            pooled.append(text[0] if pooling == "cls" and count else text.sum(axis=0) / max(count, 1))
+            start += count
+        return xp.stack(pooled) if pooled else vectors

@@ -29,6 +29,9 @@ __all__ = ["KVCache"]
 
 BLOCK = 128  # The cache stores one upper bound of norms for each block of this many keys.
 
+# Compilers skip what the host computes in NumPy: PyTorch 2.13 cannot guard NumPy arrays under inference mode.
+_on_host: Any = torch.compiler.disable
+
 
 class KVCache:
     """A key/value cache of fixed capacity that appends in place and stores bounds of key norms for the horizon.
@@ -90,7 +93,9 @@ class KVCache:
         if self._measured < self.length:  # lazily: short caches are never measured
             some = slice(self._measured, self.length)
             norms = norm_bounds(self.key[:, :, some].detach())
-            blocks = torch.arange(some.start, some.stop, device=norms.device) // BLOCK
+            # A shift, because Inductor of PyTorch 2.13 on CPUs leaves out the rest of n % BLOCK numbers of
+            # `arange(n) // BLOCK` where n is symbolic.
+            blocks = torch.arange(some.start, some.stop, device=norms.device) >> BLOCK.bit_length() - 1
             self._norms_by_block.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
             self._measured = self.length
         return self._norms_by_block
@@ -125,7 +130,7 @@ class KVCache:
         _check_appended(key, value, self.key)
         new = key.shape[2]
         if lengths is not None or self.lengths is not None:
-            self._append_by_row(key, value, self._counts(lengths, new))
+            self._append_by_row(key, value, lengths)
         else:
             check_room(new, self.max_length, self.length)
             self.key.narrow(2, self.length, new).copy_(key)
@@ -147,10 +152,20 @@ class KVCache:
         """Return the number of cached tokens in each row, ``[batch_size]``."""
         return np.full(self.key.shape[0], self.length) if self.lengths is None else self.lengths.numpy()
 
+    @_on_host
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
         self.lengths, self.length = torch.from_numpy(lengths), int(lengths.max())
 
-    def _append_by_row(self, key: Tensor, value: Tensor, counts: np.ndarray[Any, Any]) -> None:
+    @_on_host
+    def _offsets(self, lengths: Tensor | None, new: int) -> Tensor:
+        """Return the position of the first of the last ``new`` tokens in each row, ``[batch_size]``."""
+        offsets = self._held() - self._counts(lengths, new)
+        check_span(self.length, self.length - int(offsets.min()))
+        return torch.from_numpy(offsets).to(self.key.device)
+
+    @_on_host
+    def _append_by_row(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
+        counts = self._counts(lengths, key.shape[2])
         tokens = RowTokens.of(self._held(), counts)
         end = int(tokens.ends.max())
         check_room(end - self.length, self.max_length, self.length)
@@ -209,9 +224,7 @@ class KVCache:
         given |= {"tolerance": tolerance, "law": None if law == "linear" else law}
         rules: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if lengths is not None or self.lengths is not None:
-            offsets = self._held() - self._counts(lengths, query.shape[2])
-            check_span(self.length, self.length - int(offsets.min()))
-            rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
+            rules["q_offset"] = self._offsets(lengths, query.shape[2])
         else:
             check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
         call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
@@ -234,18 +247,22 @@ class KVCache:
             ValueError: If ``length`` is negative or has the wrong shape.
         """
         if isinstance(length, Tensor):
-            held, most = self._held(), check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
-            kept = np.minimum(held, most)
-            forgotten = RowTokens.of(kept, held - kept)
-            rows, slots = (torch.from_numpy(x).to(self.key.device) for x in (forgotten.rows, forgotten.slots))
-            for tensor in (self.key, self.value):
-                tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
-            self._hold(kept)
+            self._truncate_by_row(length)
             return
         self.length = min(self.length, non_negative_int("length", length))
         if self.lengths is not None:
             self._hold(np.minimum(self._held(), self.length))
         self._measured = min(self._measured, self.length)
+
+    @_on_host
+    def _truncate_by_row(self, length: Tensor) -> None:
+        held, most = self._held(), check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
+        kept = np.minimum(held, most)
+        forgotten = RowTokens.of(kept, held - kept)
+        rows, slots = (torch.from_numpy(x).to(self.key.device) for x in (forgotten.rows, forgotten.slots))
+        for tensor in (self.key, self.value):
+            tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
+        self._hold(kept)
 
     def select_batch(self, indices: Tensor) -> None:
         """Replace the batch by the sequences at ``indices``, in that order; indices may repeat.

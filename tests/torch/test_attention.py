@@ -72,11 +72,14 @@ def test_layer_exports_for_any_length(strict: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace` is deprecated")
-def test_a_recorded_function_serves_other_lengths() -> None:
-    recorded = torch.jit.trace(lambda *tensors: alibi_torch.attention(*tensors), tuple(torch.randn(3, 1, 4, 10, 8)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_recorded_function_serves_other_lengths(dtype: torch.dtype) -> None:
+    inputs = torch.randn(3, 1, 4, 10, 8, dtype=dtype).unbind()
+    recorded = torch.jit.trace(lambda *tensors: alibi_torch.attention(*tensors), inputs)
     for length in (5, 40):
-        tensors = torch.randn(3, 2, 4, length, 8).unbind()
-        torch.testing.assert_close(recorded(*tensors), alibi_torch.attention(*tensors))
+        tensors = torch.randn(3, 2, 4, length, 8, dtype=dtype).unbind()
+        bound = 100 * torch.finfo(dtype).eps
+        torch.testing.assert_close(recorded(*tensors), alibi_torch.attention(*tensors), rtol=0, atol=bound)
 
 
 def test_attention_and_layer_run_on_meta() -> None:

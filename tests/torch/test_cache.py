@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -196,3 +197,39 @@ def test_attention_to_a_cache_compiles_in_one_graph() -> None:
         cache.append(key[:, :, token, None], value[:, :, token, None])
         step = query[:, :, token, None]
         torch.testing.assert_close(attend(step), cache.attend(step))
+
+
+@pytest.mark.slow
+def test_a_compiled_prefill_measures_all_its_keys() -> None:
+    torch.compiler.reset()
+
+    def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = KVCache(1, 1, 300, 8)
+        cache.append(key, value)
+        return cache.attend(query), cache.key_norms
+
+    compiled = torch.compile(prefill, fullgraph=True, dynamic=True)
+    for length in (200, 290, 5):
+        tensors = torch.randn(3, 1, 1, length, 8).unbind()
+        torch.testing.assert_close(compiled(*tensors), prefill(*tensors))
+
+
+@pytest.mark.slow
+def test_rows_of_several_lengths_decode_compiled_under_inference_mode() -> None:
+    torch.compiler.reset()
+    layer, lengths = AlibiAttention(16, 4), torch.tensor([5, 3])
+    prompts, x = torch.randn(2, 5, 16), torch.randn(2, 1, 16)
+
+    def decode(layer: Callable[..., torch.Tensor], cache: KVCache) -> list[torch.Tensor]:
+        layer(prompts, cache=cache, lengths=lengths)
+        steps = [layer(x, cache=cache)]
+        cache.truncate(torch.tensor([4, 3]))
+        steps.append(layer(x, cache=cache))
+        cache.select_batch(torch.tensor([1, 0]))
+        cache.truncate(4)
+        return [*steps, layer(x, cache=cache)]
+
+    with torch.inference_mode():
+        compiled = torch.compile(decode, backend="eager")
+        results = [f(layer, layer.make_cache(2, 9)) for f in (compiled, decode)]
+    torch.testing.assert_close(*results)

@@ -52,6 +52,15 @@ def test_texts_of_several_lengths_are_embedded_as_each_alone(folder: Path) -> No
     assert model.get_embedding_dimension() == found.shape[1]
 
 
+@pytest.mark.slow
+def test_a_compiled_model_embeds_the_same(folder: Path) -> None:
+    torch.compiler.reset()
+    model = SentenceTransformer(modules=[AlibiEmbedding.of(folder)], device="cpu")
+    model.compile(backend="eager")
+    for texts in (TEXTS, TEXTS[:1], TEXTS[1:]):  # padded, without padding, and padded elsewhere
+        np.testing.assert_allclose(model.encode(texts), np.stack([expected(folder, x) for x in texts]), atol=1e-5)
+
+
 def test_pooling_norm_and_length_are_those_of_the_folder(folder: Path, tmp_path: Path) -> None:
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds]

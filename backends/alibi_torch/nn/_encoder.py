@@ -37,6 +37,9 @@ class AlibiEncoder(nn.Module, models.BaseEncoder):
         self._build(Parts(config, attention), vocab_size, is_causal=False)
 
     forward = models.BaseEncoder.__call__
+    # Compilers skip the work of the host. Under inference mode PyTorch 2.13 cannot guard the NumPy arrays in it.
+    _packed = torch.compiler.disable(models.BaseEncoder._packed)
+    _pooled = torch.compiler.disable(models.BaseEncoder._pooled)
 
     def _most_packed(self, tokens: Tensor) -> int:
         return models.MOST_PACKED["cpu" if tokens.device.type == "cpu" else "accelerator"]
