@@ -93,3 +93,15 @@ def test_any_layout_of_tensors_and_of_their_gradients(run: Any, count: int) -> N
         for f in (run(between), partial(between, implementation="dense"))
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rules", [{}, {"law": "log"}], ids=str)
+def test_compiled_results_and_gradients_lie_in_memory_as_their_tensors(rules: dict[str, str]) -> None:
+    tensors = [x.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0).requires_grad_() for x in problem(23)[:3]]
+
+    @partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def flat(*tensors: Tensor) -> Tensor:  # a view, which a compiler checks against the strides that it was promised
+        return attention(*tensors, SLOPES, **rules).permute(3, 1, 2, 0).view(-1)
+
+    gradients = torch.autograd.grad(flat(*tensors).sum(), tensors)
+    assert [x.stride() for x in gradients] == [x.stride() for x in tensors]
