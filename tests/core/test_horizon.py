@@ -17,7 +17,7 @@ from alibi_core import horizon
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Measured, Tiling, by_block, key_ranges, nearest_keys, needed_jobs
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
-from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
+from tests.support.frameworks import FRAMEWORKS, JAX, NUMPY, STRICT, TORCH, Framework
 from tests.support.tiles import hostile, plain
 
 ENDLESS = 2**30  # tokens: what the plan says for "as far as there are keys"
@@ -416,11 +416,12 @@ def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -
     assert np.array_equal(np.broadcast_to(nearest, scene.nearest.shape), scene.nearest)
 
 
-@pytest.mark.parametrize(("framework", "index"), [(JAX, 1), (JAX, 2), (MLX, 1)], ids=str)
-def test_plan_compiles(framework: Framework, index: int) -> None:
-    pytest.importorskip(framework.module)
+# MLX's backend makes no plan in a compiled function.
+@pytest.mark.parametrize("index", [1, 2])
+def test_plan_compiles(index: int) -> None:
+    pytest.importorskip("jax")
     scene = LIBRARY_SCENES[index]
-    assert_same_plan(scene.plan(16, 16, 0.01, framework, compiled=True), scene.plan(16, 16, 0.01), 16)
+    assert_same_plan(scene.plan(16, 16, 0.01, JAX, compiled=True), scene.plan(16, 16, 0.01), 16)
 
 
 def test_plan_reads_no_value() -> None:
