@@ -157,6 +157,9 @@ class AttentionCall:
         working = working_dtype(xp, dtype)
         if tolerance is None:
             tolerance = UNIT_ROUNDOFF[str(floating_name(dtype))]
+        tolerance = min(checks.non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE)
+        if positions is not None or law != "linear":
+            tolerance = 0.0  # horizons know neither
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative_slopes)
         placed = [
@@ -213,7 +216,7 @@ class AttentionCall:
             mask=mask,
             # float() keeps float64 where torch.jit.trace makes a tensor of the size.
             scale=float(sizes["head_dim"]) ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
-            tolerance=min(checks.non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE),
+            tolerance=tolerance,
             q_points=q_points,
             kv_points=kv_points,
             shares_points=q_positions is not None and q_positions is kv_positions,
@@ -246,7 +249,7 @@ class AttentionCall:
         return "returns no weights" if self.return_weights else None
 
     @property
-    def is_toeplitz(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether the bias is linear in ``|i - j|``. Implementations without a dense bias require it."""
         return self.q_points is None and self.law == "linear"
 

@@ -98,8 +98,8 @@ class Explanation:
         Raises:
             ValueError: If an array has no values to read, for example because it is traced.
         """
-        if not call.is_toeplitz:  # no key is left out; with explicit positions all pairs count as visible
-            is_causal, leaves_out = call.is_causal and call.q_points is None, False
+        if not call.is_linear:  # with explicit positions all pairs count as visible
+            is_causal = call.is_causal and call.q_points is None
             call = replace(call, q_points=None, kv_points=None, law="linear", is_causal=is_causal)
         flat = (call if leaves_out else replace(call, tolerance=0.0)).with_one_batch_axis()
         query, key, value = (

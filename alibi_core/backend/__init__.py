@@ -10,6 +10,7 @@ more:
 """
 
 from alibi_core._attention import dense_attention as dense_attention
+from alibi_core._bias import reach_of as reach_of
 from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import AttentionCall as AttentionCall
@@ -18,5 +19,6 @@ from alibi_core._call import axis_of as axis_of
 from alibi_core._call import join_call as join_call
 from alibi_core._call import split_call as split_call
 from alibi_core._distance import penalty as penalty
+from alibi_core._distance import relative_points as relative_points
 from alibi_core._distance import relative_position as relative_position
 from alibi_core._horizon import Explanation as Explanation

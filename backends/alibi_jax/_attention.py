@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from alibi_core.backend import LENGTH_FIRST, AttentionCall
 from alibi_core.backend.checks import explains_keywords
-from alibi_jax import _rows
 from alibi_jax._call import operands_of
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, choose, dense
@@ -148,8 +147,6 @@ def run(
     choose(implementation, call)  # raises if the implementation is named and cannot run the call
     if implementation == "dense":
         return dense(call, query, key, value)
-    if not call.is_toeplitz:
-        return _rows.attention(call, query, key, value)
     return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)
 
 

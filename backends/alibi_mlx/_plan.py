@@ -61,7 +61,6 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
     """
     sizes = tiling()
     is_plain = call.kv_len <= sizes.short or call.tolerance == 0 or _reads_quickly(call, norms is not None)
-    is_plain = is_plain or not call.is_toeplitz  # key_ranges knows no points, and no law but the linear one
     host = None if is_plain else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))

@@ -35,7 +35,7 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return "has no derivatives in forward mode"
     if name != "dense" and torch.compiler.is_compiling() and is_differentiated():
         return "cannot be differentiated by torch.func under a compiler"
-    if name == "tiled" and device not in ("cpu", "meta") and call.is_toeplitz:
+    if name == "tiled" and device not in ("cpu", "meta") and call.is_linear:
         return f"runs on the CPU alone, got {device}"
     if name != "flex":
         return None

@@ -1,8 +1,8 @@
 """Attention with the bias in memory: for all queries at once ("sdpa"), or one block of queries at a time.
 
-With the caller's own positions, or a law that is not linear, the bias is not Toeplitz, so no single row of distances
-serves all queries. Each block builds its bias from its positions and frees it afterwards: memory grows linearly with
-the lengths.
+With the caller's own positions the bias is not Toeplitz, so no single row of distances serves all queries. Each block
+builds its bias from its positions and frees it afterwards: memory grows linearly with the lengths. Other laws than the
+linear one come here off CPUs, and for gradients of slopes.
 """
 
 from __future__ import annotations

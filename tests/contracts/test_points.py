@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.backend.models import AlibiConfig
-from alibi_core.conformance.testing import SIZES, Case, Sizes, assert_within_budget
+from alibi_core.conformance.testing import SIZES, Case, Sizes, assert_within_budget, cases
 from benchmarks.harness import peak_growth
 from tests.support.frameworks import (
     FRAMEWORK,
@@ -80,6 +80,14 @@ def test_attention_between_points_is_exact_with_its_gradients(backend: Backend, 
         assert_exact(backend, case)
 
 
+@pytest.mark.parametrize("backend", [x for x in LAYER_BACKENDS if x.values[0].framework is not JAX])
+@given(case=cases(), law=st.sampled_from(["log", "sqrt"]), tiling=TILINGS)
+def test_a_law_goes_with_every_argument(backend: Backend, case: Case, law: str, tiling: Tiling) -> None:
+    with tiling.applied():
+        case = case.with_arguments(case.form, case.arguments | {"law": law})
+        assert_exact(backend, case, asked=[None, ("query", "key", "value")])  # slopes take another path in PyTorch
+
+
 @pytest.mark.parametrize(
     ("backend", "is_masked"), few_in_jax([x for x in LIBRARIES if x.id != "mlx"], [False, True], False)
 )
@@ -96,7 +104,7 @@ def tensors_of(case: Case) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
-@pytest.mark.parametrize(("law", "q_offset"), [("log", 0), ("sqrt", 40)])
+@pytest.mark.parametrize(("law", "q_offset"), [("log", 0), ("sqrt", 300)])
 def test_a_law_needs_no_positions(backend: Backend, law: str, q_offset: int) -> None:
     tensors = tensors_of(Case(Sizes(2, 3, 2, (601, 601), 5), seed=1))  # several blocks of queries
     keys = np.arange(601, dtype=np.int32)

@@ -51,7 +51,7 @@ def refusal(implementation: Implementation, call: AttentionCall, target: Target 
         return None if name == "dense" else call.dense_only
     if name == "tiled":
         return None
-    if not call.is_toeplitz:
+    if not call.is_linear:
         return "takes no positions and the linear law alone"
     if target is None:
         return None

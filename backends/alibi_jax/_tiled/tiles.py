@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_core.backend.checks import MAX_POSITION
+from alibi_core.backend import reach_of, relative_points
 from alibi_jax._call import Operands
 from alibi_jax._compatible import materialised
 from alibi_jax._plan import needed_keys
@@ -96,7 +96,8 @@ def _jobs(operands: Operands, sizes: Sizes) -> Jobs:
     count = math.prod(sizes.grid)
     index = jnp.arange(count, dtype=jnp.int32)
     first, stop = jnp.zeros_like(index), jnp.full_like(index, sizes.whole[4])
-    if sizes.tile[4] < sizes.whole[4]:  # several blocks of keys, so that some may be skipped
+    # With several blocks of keys some may be skipped; points may have any key anywhere.
+    if sizes.tile[4] < sizes.whole[4] and operands.call.q_points is None:
         needed = needed_keys(operands, sizes.tile[3], PLAN_KEYS)  # [batch, num_heads, tiles]
         is_needed = needed.first < needed.stop
         # Split batch, key/value heads and groups into two axes each: jobs, and entries within a job. Then take the
@@ -126,6 +127,7 @@ class Rows(NamedTuple):
     slopes: jax.Array  # [b or 1, h, g, 1, 1]
     future_slopes: jax.Array | None  # as slopes
     positions: jax.Array  # [b or 1, 1, 1, q, 1]
+    points: jax.Array | None  # [b or 1, 1, 1, q, dims]
     ids: jax.Array | None  # [b or 1, 1, 1, q, 1]
     nearest: jax.Array  # distance of the nearest visible key, which is subtracted from the distances of a row
 
@@ -159,7 +161,10 @@ class Tiles:
             None if x is None else x.reshape(-1, num_kv_heads, group, 1, 1) for x in (call.slopes, call.future_slopes)
         )
         self.q_offset = call.q_offset.reshape(-1, 1, 1, 1, 1) if call.has_offset_array else call.q_offset
-        self.q_ids = self.kv_ids = self.mask = None
+        self.q_ids = self.kv_ids = self.mask = self.q_points = self.kv_points = None
+        if call.q_points is not None:  # [b or 1, 1, 1, q, 1, dims] and [b or 1, 1, 1, 1, k, dims]
+            self.q_points = self._padded(call.q_points[:, None, None, :, None])
+            self.kv_points = call.kv_points[:, None, None, None]
         if call.q_segment_ids is not None:
             self.q_ids = self._padded(call.q_segment_ids[:, None, None, :, None])
             self.kv_ids = call.kv_segment_ids[:, None, None, None]
@@ -169,9 +174,9 @@ class Tiles:
             self.mask = mask if mask.shape[3] == 1 else self._padded(mask)
         # If every query's own key exists and is visible, its nearest key is at distance 0.
         is_inside = not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len
-        is_plain = call.every_query_attends and is_inside
-        has_rules = call.mask is not None or call.q_segment_ids is not None
-        # True if a mask or segments may hide the nearest key, so that _nearest_keys must search for it.
+        is_plain = call.every_query_attends and (is_inside if call.q_points is None else call.shares_points)
+        has_rules = call.mask is not None or call.q_segment_ids is not None or call.q_points is not None
+        # True if the nearest key depends on a mask, segments or points, so that _nearest_keys must search for it.
         self.has_hidden_keys = has_rules and not (self.has_other_keys or is_plain)
 
     def of_queries(self, array: jax.Array, fill: float = 0) -> jax.Array:
@@ -254,8 +259,9 @@ class Tiles:
             as_matrices(self.cut(self.query, starts).astype(self.dtype)),
             *(self.cut(x, starts) for x in (self.slopes, self.future_slopes)),
             positions,
+            None if self.q_points is None else self.cut(self.q_points, starts)[..., 0, :],
             self.cut(self.q_ids, starts),
-            jnp.zeros_like(positions) if self.has_other_keys else outside,
+            jnp.zeros_like(positions) if self.has_other_keys or self.q_points is not None else outside,
         )
         return rows._replace(nearest=self._nearest_keys(rows)) if self.has_hidden_keys else rows
 
@@ -263,7 +269,8 @@ class Tiles:
         """Return block ``index`` of a step's keys, with its scores."""
         starts, away, visible = self._pairs(rows, index)
         key, value = (self.cut(x, starts, AXES_OF_KEYS).astype(self.dtype) for x in (self.key, self.value))
-        is_ahead, reach = away < 0, (rows.nearest - jnp.abs(away)).astype(self.dtype)
+        is_ahead = away < 0
+        reach = reach_of(jnp, away, rows.nearest, self.dtype, is_causal=False, law=self.call.law)
         slopes = rows.slopes
         if rows.future_slopes is not None:
             slopes = jnp.where(is_ahead, rows.future_slopes, slopes)
@@ -282,7 +289,11 @@ class Tiles:
         begin = jnp.minimum(wanted, self.call.kv_len - size)  # [lanes, 1, 1, 1, 1]
         positions = begin + jnp.arange(size, dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
         starts = *rows.starts[:4], begin.ravel()
-        away = rows.positions - positions
+        if rows.points is None:
+            away = rows.positions - positions
+        else:
+            points = rows.points, self.cut(self.kv_points, starts)[..., 0, :, :]
+            away = -relative_points(jnp, *points, self.call.distance, self.dtype, self.call.may_lack_points)
         visible = (positions >= wanted) & (positions < rows.stop)
         if self.call.is_causal:
             visible &= away >= 0
@@ -299,14 +310,17 @@ class Tiles:
             """Return the distances of a block's nearest visible keys, at or before each query, and after it."""
             _, away, visible = self._pairs(rows, index)
             sides = visible & (away >= 0), visible & (away < 0)
-            return [jnp.min(jnp.where(x, jnp.abs(away), MAX_POSITION), axis=-1, keepdims=True) for x in sides]
+            return [jnp.min(jnp.where(x, jnp.abs(away), farthest(away)), axis=-1, keepdims=True) for x in sides]
 
-        start = [jnp.full(x.shape, MAX_POSITION, x.dtype) for x in jax.eval_shape(nearest, 0)]
+        def farthest(array: Any) -> Any:
+            return jnp.inf if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo(array.dtype).max
+
+        start = [jnp.full(x.shape, farthest(x), x.dtype) for x in jax.eval_shape(nearest, 0)]
         behind, ahead = lax.fori_loop(0, rows.blocks, lambda i, x: list(map(jnp.minimum, x, nearest(i))), start)
         found = jnp.minimum(behind, ahead)
-        hidden = found == MAX_POSITION
+        hidden = found == farthest(found)
         if self.future_slopes is not None:  # with two slopes in a row, subtracting a distance is no constant
-            hidden |= (behind < MAX_POSITION) & (ahead < MAX_POSITION)
+            hidden |= (behind < farthest(behind)) & (ahead < farthest(ahead))
         return jnp.where(hidden, 0, found)
 
 

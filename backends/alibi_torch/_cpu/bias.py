@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import AttentionCall, penalty
 from alibi_core.backend.horizon import Job
 
 
@@ -87,7 +87,7 @@ class DistanceRow:
                 return Bias(view.flip(2))
             return Bias(view, is_reversed=job.rows > 1)
         part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-        if call.window_size is None and back >= job.kv_len - 1:
+        if call.window_size is None and call.is_linear and back >= job.kv_len - 1:
             # All queries are after all keys. A constant per row cancels in softmax, so all rows may use the last
             # key's position as their origin.
             row = distance_row(part, job.kv_len - 1, 1)
@@ -118,15 +118,12 @@ def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
     The result is ``[batch or 1, num_heads, back + ahead]``, newly allocated. Only causality and the window mask keys.
     """
     relative = torch.arange(-back, ahead, device=call.device).to(call.working_dtype)
-    if call.is_causal:
-        row = call.slopes[..., None] * relative
-        if ahead > 1:
-            row[..., back + 1 :] = -math.inf
-    else:
-        rates = call.slopes[..., None]
-        if call.future_slopes is not None:
-            rates = torch.where(relative > 0, call.future_slopes[..., None], rates)
-        row = rates * -relative.abs()
+    rates = call.slopes[..., None]
+    if call.future_slopes is not None:
+        rates = torch.where(relative > 0, call.future_slopes[..., None], rates)
+    row = rates * -penalty(call.xp, relative.abs(), call.law)
+    if call.is_causal and ahead > 1:
+        row[..., back + 1 :] = -math.inf
     if call.window_size is not None:
         row[..., : max(0, back - call.window_size)] = -math.inf
         row[..., back + call.window_size + 1 :] = -math.inf

@@ -119,11 +119,16 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
     return found
 
 
+def _has_own_distances(call: AttentionCall) -> bool:
+    """Whether no row of distances serves all queries; on other devices than CPUs, where a law comes here, too."""
+    return call.q_points is not None or call.device.type != "cpu"
+
+
 def _without_gradients(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None
 ) -> tuple[Tensor, Tensor]:
     """Return the result, in the call's dtype, and the log-sum-exp, ``[batch, num_heads, q_len]``."""
-    if not call.is_toeplitz:
+    if _has_own_distances(call):
         result, logsumexp = _rows.forward(call, query, key, value)
         return result.to(call.dtype), logsumexp
     if step.is_last_query(call):
@@ -215,7 +220,7 @@ def _attend_here(
     call, norms = Packed(*rest[:-1]).unpacked(query, key)
     if not rest[-1]:
         result, logsumexp = _without_gradients(call, query, key, value, norms)
-    elif not call.is_toeplitz:
+    elif _has_own_distances(call):
         result, logsumexp = _rows.forward(call, query, key, value)
     else:
         planned = plan_of(call, query, key, norms)
@@ -245,7 +250,8 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
     """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
-    if not call.is_toeplitz:
+    # The kernel sums distances for slopes, not laws of them.
+    if _has_own_distances(call) or (arguments[-1] and not call.is_linear):
         with no_autocast(query.device.type):
             *gradients, past, future = _rows.backward(call, *arguments[:6], arguments[-1])
         return *map(_strided_as, (query, key, value), gradients), past, future

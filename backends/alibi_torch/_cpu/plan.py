@@ -236,7 +236,8 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
 
 def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:
     """Yield blocks of queries for all batch entries, split into runs of heads with the keys within their horizons."""
-    is_view = call.mask is None and call.q_segment_ids is None  # the bias is a view, so its size sets no limit
+    # Where the bias is a view, its size sets no limit.
+    is_view = call.mask is None and call.q_segment_ids is None and (call.is_linear or call.sees_own_key)
     for job in plain_jobs(call, replace(sizes, bias_elements=2**62 if is_view else sizes.bias_elements)):
         if limits is None or not call.sees_own_key:  # without the own key, limits do not apply
             yield job

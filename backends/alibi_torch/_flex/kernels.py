@@ -54,8 +54,6 @@ def _attend(
         # PyTorch 2.11 cannot compile a minimum, as of distances of keys, of what depends on a number that varies.
         offset = torch.full(call.batch, call.q_offset, dtype=torch.int32, device=query.device)
         call = replace(call, q_offset=_opaque(offset))
-    if not call.is_toeplitz:  # the horizon knows neither points nor laws: nothing is measured
-        call = replace(call, tolerance=0.0)
     shape, call = query.shape, _one_batch_axis(call)
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
     # Work-around for the backward kernels of PyTorch 2.9 to 2.13: rows past the last query, and their log-sum-exp, hold
