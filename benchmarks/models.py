@@ -173,7 +173,9 @@ def encode_densely(model: Any, texts: tuple[Tensor, list[int]], is_fused: bool) 
         else:
             attended = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]) + bias, dim=-1) @ value
         x = block.attention_norm(x + layer.out_proj(attended.transpose(1, 2).flatten(2)))
-        x = block.feed_forward_norm(x + block.feed_forward(x))
+        up, activation, down, _ = block.feed_forward  # the last is dropout
+        gate, hidden = up(x).chunk(2, dim=-1)
+        x = block.feed_forward_norm(x + down(activation(gate) * hidden))
     weights = visible[..., None].to(x.dtype)
     return (x * weights).sum(dim=1) / weights.sum(dim=1)
 
