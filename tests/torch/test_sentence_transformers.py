@@ -129,3 +129,11 @@ def test_a_saved_model_keeps_its_dtype(folder: Path, tmp_path: Path) -> None:
         assert {x.dtype for x in again.parameters()} == {right}
         assert all(x.requires_grad for x in again.parameters())
         torch.testing.assert_close(again.state_dict(), module.state_dict(), rtol=0, atol=0, check_dtype=False)
+    for options, right in (
+        ({}, torch.bfloat16),
+        ({"torch_dtype": "auto"}, torch.bfloat16),
+        ({"torch_dtype": torch.float32}, torch.float32),
+        ({"dtype": "float16"}, torch.float16),
+    ):
+        again = SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True, model_kwargs=options)
+        assert {x.dtype for x in again.parameters()} == {right}
