@@ -118,6 +118,7 @@ class AlibiEmbedding(InputModule):
         names = ("token", "cache_folder", "revision", "local_files_only")
         where = {name: options[name] for name in names if name in options}
         folder = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **where)
+        one_of("backend", options.get("backend", "torch"), ("torch",))
         model_kwargs = options.get("model_kwargs") or {}
         dtype = model_kwargs.get("dtype") or model_kwargs.get("torch_dtype")
         if isinstance(dtype, str):

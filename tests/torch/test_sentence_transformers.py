@@ -115,6 +115,8 @@ def test_a_trained_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> No
     modules = [AlibiEmbedding.of(tmp_path / "saved")]
     # sentence-transformers asks for trust in every class that is not its own.
     trusted = SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True)
+    with pytest.raises(ValueError, match="backend must be one of 'torch', got 'onnx'"):
+        SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True, backend="onnx")
     for again in (SentenceTransformer(modules=modules, device="cpu"), trusted):
         np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
         assert (again.max_seq_length, again[0].normalize) == (5, True)
