@@ -214,12 +214,13 @@ class KVCache:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Keys and values in use, and ``offset``; ``()`` while the cache is empty. Assign it to restore a cache.
+        """Keys and values in use, and ``offset``; None, None and 0 while the cache is empty. Assign it to restore one.
 
-        If the lengths of rows differ, ``lengths`` come fourth. A state may also come from mlx-lm's ``KVCache``.
+        If the lengths of rows differ, ``lengths`` come fourth, which mlx-lm's ``load_prompt_cache`` refuses. A state
+        may also come from mlx-lm's ``KVCache``.
         """
-        if self.keys is None:
-            return ()
+        if self.keys is None or self.values is None:
+            return None, None, 0  # mlx-lm's save_prompt_cache would leave out ()
         own = () if self.lengths is None else (self.lengths,)
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset, *own
 

@@ -111,11 +111,19 @@ class AlibiEmbedding(InputModule):
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **options: Any) -> AlibiEmbedding:
-        """Return the module that ``SentenceTransformer.save`` wrote; ``sentence-transformers`` calls this."""
+        """Return the module that ``SentenceTransformer.save`` wrote; ``sentence-transformers`` calls this.
+
+        ``dtype`` or ``torch_dtype`` in ``model_kwargs`` is the dtype of the parameters. Default: that of the file.
+        """
         names = ("token", "cache_folder", "revision", "local_files_only")
         where = {name: options[name] for name in names if name in options}
         folder = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **where)
-        return cls.of(folder, dtype=None)
+        one_of("backend", options.get("backend", "torch"), ("torch",))
+        model_kwargs = options.get("model_kwargs") or {}
+        dtype = model_kwargs.get("dtype") or model_kwargs.get("torch_dtype")
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else getattr(torch, dtype)
+        return cls.of(folder, dtype=dtype)
 
     def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **_: Any) -> dict[str, Tensor]:
         """Return the tokens of prompt + text for each text, ``[batch, length]``, and the attention mask."""

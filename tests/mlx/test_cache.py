@@ -111,7 +111,7 @@ def test_masks_are_those_of_the_caches_of_mlx_lm(length: int, window_size: int |
 def test_a_cache_travels_through_a_file_and_goes_on(tmp_path: Any) -> None:
     query, key, value = (normal(BATCH, heads, 390, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     cache, path = KVCache(), str(tmp_path / "cache.safetensors")
-    assert cache.state == ()
+    assert cache.state == (None, None, 0)
     cache.update_and_fetch(key, value)
     keys, values, offset = cache.state
     assert (keys.shape, offset) == (key.shape, 390)

@@ -77,11 +77,12 @@ def test_prompt_caches_are_kept_trimmed_saved_and_loaded(
     caches = caching.make_prompt_cache(model)
     assert {type(cache) for cache in caches} == {alibi_mlx.KVCache}
     model(mx.array([PROMPT[:8]]), cache=caches)
-    caching.save_prompt_cache(str(tmp_path / "prompt.safetensors"), caches)
+    caching.save_prompt_cache(str(tmp_path / "prompt.safetensors"), [alibi_mlx.KVCache(), *caches])
     assert streamed(model, tokenizer, PROMPT[8:], prompt_cache=caches) == expected
     caching.trim_prompt_cache(caches, caches[0].offset - 8)
     assert streamed(model, tokenizer, PROMPT[8:], prompt_cache=caches) == expected
-    loaded = caching.load_prompt_cache(str(tmp_path / "prompt.safetensors"))
+    empty, *loaded = caching.load_prompt_cache(str(tmp_path / "prompt.safetensors"))
+    assert empty.empty()
     assert streamed(model, tokenizer, PROMPT[8:], prompt_cache=loaded) == expected
 
 

@@ -302,6 +302,11 @@ def tensor_parallel() -> None:
     with torch.no_grad():
         steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(8)], dim=1)
         _alike(steps, layer(x))
+    # A cast leaves the slopes, which are a DTensor here, and their gradient in float32.
+    layer(x).sum().backward()
+    exact = layer.log_slopes.full_tensor().clone()
+    layer.bfloat16().float()
+    assert torch.equal(layer.log_slopes.full_tensor(), exact)
     for heads, kv_heads, name in ((6, 6, "num_heads"), (8, 2, "num_kv_heads")):
         uneven = AlibiAttention(24, heads, num_kv_heads=kv_heads)
         with pytest.raises(ValueError, match=f"{name} must be divisible by the 4"):

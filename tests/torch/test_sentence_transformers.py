@@ -115,6 +115,8 @@ def test_a_trained_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> No
     modules = [AlibiEmbedding.of(tmp_path / "saved")]
     # sentence-transformers asks for trust in every class that is not its own.
     trusted = SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True)
+    with pytest.raises(ValueError, match="backend must be one of 'torch', got 'onnx'"):
+        SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True, backend="onnx")
     for again in (SentenceTransformer(modules=modules, device="cpu"), trusted):
         np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
         assert (again.max_seq_length, again[0].normalize) == (5, True)
@@ -129,3 +131,11 @@ def test_a_saved_model_keeps_its_dtype(folder: Path, tmp_path: Path) -> None:
         assert {x.dtype for x in again.parameters()} == {right}
         assert all(x.requires_grad for x in again.parameters())
         torch.testing.assert_close(again.state_dict(), module.state_dict(), rtol=0, atol=0, check_dtype=False)
+    for options, right in (
+        ({}, torch.bfloat16),
+        ({"torch_dtype": "auto"}, torch.bfloat16),
+        ({"torch_dtype": torch.float32}, torch.float32),
+        ({"dtype": "float16"}, torch.float16),
+    ):
+        again = SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True, model_kwargs=options)
+        assert {x.dtype for x in again.parameters()} == {right}

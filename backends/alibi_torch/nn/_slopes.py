@@ -55,16 +55,19 @@ class KeepsSlopes(nn.Module):
         return [(x, name) for x, name, start in names if name.startswith(start) and getattr(x, name) is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = [(module, name, getattr(module, name).detach()) for module, name in self._stored_slopes()]
-        super()._apply(fn, recurse)
-        for module, name, old in before:
-            moved = getattr(module, name)
-            if old.is_meta and name in NAMES[:2]:  # to_empty allocates without values
-                moved.data = self._slopes_on(name, moved.device)
-            elif moved.dtype != old.dtype:  # undo the cast, of the gradient too
-                gradient, moved.grad = moved.grad, None
-                moved.data = old.to(moved.device)
-                moved.grad = None if gradient is None else gradient.to(old.dtype)
+        stored = [(module, name, getattr(module, name)) for module, name in self._stored_slopes()]
+        unfilled = [(module, name) for module, name, x in stored if x.is_meta and name in NAMES[:2]]
+        # A list of gradients would prevent torch.utils.swap_tensors, by which DTensors are cast.
+        uncast = {id(y) for _, _, x in stored for y in (x, x.grad) if y is not None}
+
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return tensor.to(result.device) if id(tensor) in uncast and result.dtype != tensor.dtype else result
+
+        super()._apply(moved, recurse)
+        for module, name in unfilled:  # to_empty allocates without values
+            slopes = getattr(module, name)
+            slopes.data = self._slopes_on(name, slopes.device)
         return self
 
 
