@@ -196,15 +196,15 @@ class BaseEncoder(BaseTextModel):
 
     def _encode(self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any, pooling: str) -> Any:
         """Return the vectors of texts, ``[batch, embed_dim]``; JAX compiles this."""
-        calls, places, counts = self._packed(tokens, token_types, lengths, mask)
+        calls, places, rows = self._packed(tokens, token_types, lengths, mask)
         # [tokens of text, embed_dim], row by row
         vectors = self._xp.concatenate([self(**call).reshape(-1, self.config.embed_dim) for call in calls])
-        return self._pooled(vectors if places is None else vectors[places], counts, pooling)
+        return self._pooled(vectors if places is None else vectors[places], rows, pooling)
 
     def _packed(
         self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any
-    ) -> tuple[list[dict[str, Any]], Any | None, list[int]]:
-        """Return the arguments of calls of the model, the places of text in their results, and its counts by row.
+    ) -> tuple[list[dict[str, Any]], Any | None, TextRows]:
+        """Return the arguments of calls of the model, the places of text in their results, and the rows.
 
         The places are None if the results are text alone. This is work for the host, which PyTorch's compiler skips.
         """
@@ -216,28 +216,28 @@ class BaseEncoder(BaseTextModel):
 
         # Without padding, one call on the batch as it is.
         if rows.is_full:
-            return [given], None, rows.counts
+            return [given], None, rows
         if rows.has_gaps:
             text = placed(rows.text)
             # Ids in padding may be out of range: replace them by 0.
             given = {name: None if x is None else x * astype(xp, text, x.dtype) for name, x in given.items()}
             # Gaps count in distances, so rows are computed with a padding mask.
-            return [given | {"mask": text[:, None, None]}], placed(rows.places), rows.counts
+            return [given | {"mask": text[:, None, None]}], placed(rows.places), rows
         calls = []
         for places, segment_ids in rows.packs(self._most_packed(tokens)):
             index = placed(places)
             # [1, tokens of text]: one packed row
             packed = {name: None if x is None else x.reshape(-1)[index][None] for name, x in given.items()}
             calls.append(packed | {"segment_ids": placed(segment_ids)[None]})
-        return calls, None, rows.counts
+        return calls, None, rows
 
-    def _pooled(self, vectors: Any, counts: list[int], pooling: str) -> Any:
+    def _pooled(self, vectors: Any, rows: TextRows, pooling: str) -> Any:
         """Return the vectors of texts, ``[batch, embed_dim]``, from those of their tokens, row by row."""
         xp = namespace_of(vectors)
         # Means are computed in float32 at least.
         vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
         pooled, start = [], 0
-        for count in counts:
+        for count in rows.counts:
             text = vectors[start : start + count]
             pooled.append(text[0] if pooling == "cls" and count else text.sum(axis=0) / max(count, 1))
             start += count
