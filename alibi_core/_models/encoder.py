@@ -28,10 +28,7 @@ class TextRows:
     @classmethod
     def check(cls, shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> TextRows:
         """Check the ``lengths`` or the ``mask`` of tokens, lists or arrays, by reading their values on the host."""
-        lengths, mask = (
-            None if x is None else np.asarray(x.cpu() if hasattr(x, "cpu") else x)  # PyTorch's may be on a GPU
-            for x in (lengths, mask)
-        )
+        lengths, mask = _read("lengths", lengths), _read("mask", mask)
         cls.check_form(shape, lengths, mask)
         if lengths is not None:
             if lengths.size and not 0 <= lengths.min() <= lengths.max() <= shape[1]:
@@ -105,6 +102,16 @@ class TextRows:
         # Row indices are sorted, so each pack is a slice.
         edges = np.searchsorted(self.row_of_place, [*starts[1:]])
         yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
+
+
+def _read(name: str, given: Any | None) -> Numbers | None:
+    try:
+        return None if given is None else np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+    except Exception:  # each library raises another error
+        raise ValueError(
+            f"{name} must be an array with values, got {checks.shown(given)}; give NumPy's, or make the call outside "
+            "of the compiled or mapped function"
+        ) from None
 
 
 class BaseEncoder(BaseTextModel):
