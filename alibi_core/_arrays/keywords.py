@@ -60,6 +60,8 @@ def explains_keywords(function: Function) -> Function:
             raise TypeError(f"{_called(function, values)}() takes {taken} by position; name the others: {named}")
         return function(*values, **options)
 
+    # PyTorch compiles at most eight programs of a code object, which all functions here would share.
+    checked.__code__ = checked.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
 
 

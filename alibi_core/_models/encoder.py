@@ -28,10 +28,7 @@ class TextRows:
     @classmethod
     def check(cls, shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> TextRows:
         """Check the ``lengths`` or the ``mask`` of tokens, lists or arrays, by reading their values on the host."""
-        lengths, mask = (
-            None if x is None else np.asarray(x.cpu() if hasattr(x, "cpu") else x)  # PyTorch's may be on a GPU
-            for x in (lengths, mask)
-        )
+        lengths, mask = _read("lengths", lengths), _read("mask", mask)
         cls.check_form(shape, lengths, mask)
         if lengths is not None:
             if lengths.size and not 0 <= lengths.min() <= lengths.max() <= shape[1]:
@@ -105,6 +102,16 @@ class TextRows:
         # Row indices are sorted, so each pack is a slice.
         edges = np.searchsorted(self.row_of_place, [*starts[1:]])
         yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
+
+
+def _read(name: str, given: Any | None) -> Numbers | None:
+    try:
+        return None if given is None else np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+    except Exception:  # each library raises another error
+        raise ValueError(
+            f"{name} must be an array with values, got {checks.shown(given)}; give NumPy's, or make the call outside "
+            "of the compiled or mapped function"
+        ) from None
 
 
 class BaseEncoder(BaseTextModel):
@@ -196,15 +203,15 @@ class BaseEncoder(BaseTextModel):
 
     def _encode(self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any, pooling: str) -> Any:
         """Return the vectors of texts, ``[batch, embed_dim]``; JAX compiles this."""
-        calls, places, counts = self._packed(tokens, token_types, lengths, mask)
+        calls, places, rows = self._packed(tokens, token_types, lengths, mask)
         # [tokens of text, embed_dim], row by row
         vectors = self._xp.concatenate([self(**call).reshape(-1, self.config.embed_dim) for call in calls])
-        return self._pooled(vectors if places is None else vectors[places], counts, pooling)
+        return self._pooled(vectors if places is None else vectors[places], rows, pooling)
 
     def _packed(
         self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any
-    ) -> tuple[list[dict[str, Any]], Any | None, list[int]]:
-        """Return the arguments of calls of the model, the places of text in their results, and its counts by row.
+    ) -> tuple[list[dict[str, Any]], Any | None, TextRows]:
+        """Return the arguments of calls of the model, the places of text in their results, and the rows.
 
         The places are None if the results are text alone. This is work for the host, which PyTorch's compiler skips.
         """
@@ -216,28 +223,28 @@ class BaseEncoder(BaseTextModel):
 
         # Without padding, one call on the batch as it is.
         if rows.is_full:
-            return [given], None, rows.counts
+            return [given], None, rows
         if rows.has_gaps:
             text = placed(rows.text)
             # Ids in padding may be out of range: replace them by 0.
             given = {name: None if x is None else x * astype(xp, text, x.dtype) for name, x in given.items()}
             # Gaps count in distances, so rows are computed with a padding mask.
-            return [given | {"mask": text[:, None, None]}], placed(rows.places), rows.counts
+            return [given | {"mask": text[:, None, None]}], placed(rows.places), rows
         calls = []
         for places, segment_ids in rows.packs(self._most_packed(tokens)):
             index = placed(places)
             # [1, tokens of text]: one packed row
             packed = {name: None if x is None else x.reshape(-1)[index][None] for name, x in given.items()}
             calls.append(packed | {"segment_ids": placed(segment_ids)[None]})
-        return calls, None, rows.counts
+        return calls, None, rows
 
-    def _pooled(self, vectors: Any, counts: list[int], pooling: str) -> Any:
+    def _pooled(self, vectors: Any, rows: TextRows, pooling: str) -> Any:
         """Return the vectors of texts, ``[batch, embed_dim]``, from those of their tokens, row by row."""
         xp = namespace_of(vectors)
         # Means are computed in float32 at least.
         vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
         pooled, start = [], 0
-        for count in counts:
+        for count in rows.counts:
             text = vectors[start : start + count]
             pooled.append(text[0] if pooling == "cls" and count else text.sum(axis=0) / max(count, 1))
             start += count

@@ -39,6 +39,8 @@ except (ImportError, AttributeError):
     _PROXY_MODE = None
 # Whether a tensor is batched by torch.autograd.grad(is_grads_batched=True), which is not a torch.func transform.
 _IS_BATCH_OF_GRADIENTS = _found("_C._functorch.is_legacy_batchedtensor")
+# Makes compilers skip a function. The private one does not import the compiler, half a second, until the first call.
+skipped_by_compilers: Any = _found("_disable_dynamo") or torch.compiler.disable
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -87,10 +89,14 @@ def in_transform() -> bool:
     return _TRANSFORMS is None or _TRANSFORMS() > 0
 
 
-@torch.compiler.assume_constant_result  # a compiler cannot trace it, but guards which transforms are active
 def is_differentiated() -> bool:
     """Whether a transform of ``torch.func`` that differentiates is active; True if PyTorch cannot say."""
     return _INTERPRETERS is None or any(x.key().name in ("Grad", "Jvp") for x in _INTERPRETERS() or ())
+
+
+# A compiler cannot trace it, but guards which transforms are active. torch.compiler.assume_constant_result does the
+# same, and imports the compiler.
+is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_dispatch_mode() -> bool:

@@ -23,14 +23,14 @@ from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import checked, run
 from alibi_torch._cpu import NEAR, norm_bounds, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch._internals import in_transform
+from alibi_torch._internals import in_transform, skipped_by_compilers
 
 __all__ = ["KVCache"]
 
 BLOCK = 128  # The cache stores one upper bound of norms for each block of this many keys.
 
 # Compilers skip what the host computes in NumPy: PyTorch 2.13 cannot guard NumPy arrays under inference mode.
-_on_host: Any = torch.compiler.disable
+_on_host = skipped_by_compilers
 
 
 class KVCache:

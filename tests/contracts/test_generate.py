@@ -172,3 +172,6 @@ def test_prompts_of_several_lengths_go_on_as_each_would_alone(name: str) -> None
         model_of(name).generate(prompt, new, lengths=[3, 0, 1, 1])
     with pytest.raises(ValueError, match="lengths must be None where a mask is given"):
         model_of(name).generate(prompt, new, lengths=lengths, mask=FRAMEWORK[name].array(padded >= 0))
+    mapped = FRAMEWORK[name].mapped(lambda given: model_of(name).generate(prompt, new, lengths=given))
+    with pytest.raises(ValueError, match="^lengths must be an array with values, got"):
+        mapped(FRAMEWORK[name].array(np.asarray([lengths])))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from alibi_torch import AlibiAttention, KVCache, attention  # noqa: E402
+from torch._dynamo.testing import CompileCounter  # noqa: E402
+
+from alibi_torch import AlibiAttention, AlibiConfig, AlibiEncoder, AlibiLanguageModel, KVCache, attention  # noqa: E402
 from tests.support.tiles import planned_from  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
@@ -233,3 +236,30 @@ def test_rows_of_several_lengths_decode_compiled_under_inference_mode() -> None:
         compiled = torch.compile(decode, backend="eager")
         results = [f(layer, layer.make_cache(2, 9)) for f in (compiled, decode)]
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inference", [True, False])
+def test_programs_are_as_many_for_many_tokens_and_texts(inference: bool) -> None:
+    torch.compiler.reset()
+    counter, tokens = CompileCounter(), torch.randint(9, (7, 5))
+    config = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, dropout=0.0)
+    model, encoder = AlibiLanguageModel(config, 9), AlibiEncoder(replace(config, is_causal=False), 9)
+    generate, encode = (torch.compile(f, backend=counter) for f in (model.generate, encoder.encode))
+    with torch.inference_mode(inference):
+        for lengths in ([5, 3], [2, 4], [5]):
+            given = tokens[: len(lengths)], 3
+            assert torch.equal(generate(*given, lengths=lengths), model.generate(*given, lengths=lengths))
+        assert counter.frame_count == 0
+        programs = []
+        for batch in range(3, 7):
+            lengths = torch.full((batch,), 4)
+            found = encode(tokens[:batch], lengths=lengths)
+            torch.testing.assert_close(found, encoder.encode(tokens[:batch], lengths=lengths))
+            programs.append(counter.frame_count)
+        assert 0 < programs[0] < programs[1] == programs[-1]  # for one number of tokens, then for any
+
+
+def test_each_function_has_its_own_limit_of_compiled_programs() -> None:
+    functions = attention, KVCache.attend, AlibiAttention.forward, AlibiLanguageModel.forward
+    assert len({id(f.__code__) for f in functions}) == len(functions)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_core.backend import models
+from alibi_torch._internals import skipped_by_compilers
 from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts
 
 
@@ -38,8 +39,8 @@ class AlibiEncoder(nn.Module, models.BaseEncoder):
 
     forward = models.BaseEncoder.__call__
     # Compilers skip the work of the host. Under inference mode PyTorch 2.13 cannot guard the NumPy arrays in it.
-    _packed = torch.compiler.disable(models.BaseEncoder._packed)
-    _pooled = torch.compiler.disable(models.BaseEncoder._pooled)
+    _packed = skipped_by_compilers(models.BaseEncoder._packed)
+    _pooled = skipped_by_compilers(models.BaseEncoder._pooled)
 
     def _most_packed(self, tokens: Tensor) -> int:
         return models.MOST_PACKED["cpu" if tokens.device.type == "cpu" else "accelerator"]

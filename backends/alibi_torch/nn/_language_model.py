@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from alibi_core.backend import models
 from alibi_core.backend.checks import explains_keywords
 from alibi_core.backend.models import Generation
+from alibi_torch._internals import skipped_by_compilers
 from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts
 
 
@@ -46,6 +47,7 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
     forward = models.BaseLanguageModel.__call__
 
     @explains_keywords
+    @skipped_by_compilers  # they would unroll the loop over tokens
     @torch.no_grad()
     def generate(
         self,
@@ -64,7 +66,8 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
 
         Prompts may differ in length. Each row gets the tokens that its prompt would get alone: the new tokens follow
-        the prompt directly, and padding comes last.
+        the prompt directly, and padding comes last. Compilers skip the loop over tokens: compile its steps, by
+        ``model.transformer.compile()``.
 
         Args:
             tokens: ``[batch, length]`` integers, the prompts, at least one token each.

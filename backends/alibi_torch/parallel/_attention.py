@@ -17,14 +17,14 @@ from alibi_core.backend import AttentionCall, checks
 from alibi_core.backend.sharding import HALO_SHARE, Shards, check_shard_slopes
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch._internals import in_transform
+from alibi_torch._internals import in_transform, skipped_by_compilers
 from alibi_torch.parallel._group import agree, check_device, place_of
 from alibi_torch.parallel._halo import GatherHalo, Halo, gathered
 from alibi_torch.parallel._reach import needed_tokens
 
 
 # Exchanged values decide the shapes of tensors, so torch.compile must not trace this call: it breaks the graph here.
-@torch._disable_dynamo
+@skipped_by_compilers
 def attention(
     query: Tensor,
     key: Tensor,
