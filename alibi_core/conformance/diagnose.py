@@ -132,15 +132,16 @@ def make_case(
 class Probe:
     """Calls of an adapter, and its answers.
 
-    ``ask`` makes the calls, by a caller of the adapter or by a simulation of mistakes; ``conditions`` are the
-    conditions that the calls meet. A result may be off by ``tolerance``, a share of its largest element, or, with
-    ``by_element``, of each element.
+    ``ask`` makes the calls, by a caller of the adapter or by a simulation of mistakes, which computes ``scores``
+    scores; ``conditions`` are the conditions that the calls meet. A result may be off by ``tolerance``, a share of its
+    largest element, or, with ``by_element``, of each element.
     """
 
     ask: Callable[[Any], Answers]
     offer: Offer
     conditions: frozenset[str]
-    work: int
+    calls: int
+    scores: int
     tolerance: float
     by_element: bool
     found: Answers
@@ -148,15 +149,19 @@ class Probe:
 
     def answers(self, mistakes: Active) -> Answers:
         """Return the answers of an implementation with these mistakes, simulated and cached."""
-        key = tuple((x.name, where) for x, where in mistakes if where is None or where in self.conditions)
+        made = [(x.name, where) for x, where in mistakes if where is None or where in self.conditions]
+        # A condition that the only call meets makes no difference.
+        key = tuple((name, where if self.calls > 1 else None) for name, where in made)
         if key not in self._simulated:
-            self._simulated[key] = self.ask(Simulation(mistakes, self.offer.dtype, self.offer.contract))
+            answers = self.ask(Simulation(mistakes, self.offer.dtype, self.offer.contract))
+            first = next(iter(self._simulated.values()), answers)  # most mistakes change nothing: one copy, for memory
+            self._simulated[key] = first if _same(first, answers) else answers
         return self._simulated[key]
 
     @property
     def work_done(self) -> int:
-        """The number of simulated scores."""
-        return self.work * len(self._simulated)
+        """The number of simulated scores, among them the fixed cost of calls."""
+        return (CALL * self.calls + self.scores) * len(self._simulated)
 
     def fits(self, mistakes: Active) -> bool:
         """Return whether these mistakes, and no others, explain the answer."""
@@ -183,14 +188,15 @@ def probe(
     calls: int = 1,
 ) -> list[Probe]:
     """Return the probe of ``ask``, which makes ``calls`` calls a case; an empty list if a call fails."""
-    offer, met = trial.offer, set(conditions)
+    offer, met, calls = trial.offer, set(conditions), calls * max(1, len(cases))
     for case in cases:
         met |= reference.Computation((), {}, **case.call(offer.dtype)).conditions
     tolerance = share or max(tolerance_of(case, trial) for case in cases)
-    scores = sum(x.sizes.batch * x.num_heads * math.prod(x.sizes.lengths) for x in cases)
-    work = CALL * calls * max(1, len(cases)) + scores
     with contextlib.suppress(CallError):
-        return [Probe(ask, offer, frozenset(met), work, tolerance, share > 0, ask(trial.caller))]
+        found = ask(trial.caller)
+        scores = sum(x.sizes.batch * x.num_heads * math.prod(x.sizes.lengths) for x in cases)
+        scores += 0 if cases else sum(x.size for x in found.values())  # those of a bias, or slopes
+        return [Probe(ask, offer, frozenset(met), calls, scores, tolerance, share > 0, found)]
     return []
 
 

@@ -298,16 +298,11 @@ def test_whatever_an_adapter_does_there_is_a_report(function: str) -> None:
 
     names = [law.name for law in LAWS if law.function == function and not law.needs][:2]
     for answer in (raises, not_a_number):
+        start = time.process_time()
         report = check(SimpleNamespace(features=(), **{function: answer}), laws=names)
         assert {law.status for law in report.laws} == {"failed"}
         assert report.diagnoses
-
-
-def test_a_mistake_that_is_not_in_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="mistakes must be names of MISTAKES, got no such thing"):
-        Mistaken("bias lost", "no such thing")
-    with pytest.raises(ValueError, match="where must be one of"):
-        Mistaken("bias lost", where="nowhere")
+        assert time.process_time() - start < 5
 
 
 ARGUMENTS = ("future_slopes", "window_size", "segment_ids", "mask", "scale")  # begin a sentence as they are written
