@@ -203,6 +203,8 @@ mistake("mean where nowhere to look", "Queries that see no key get the mean of a
 
 mistake("grouped heads interleaved", "Query head h reads key/value head h % num_kv_heads; it must be "
         "h // (num_heads // num_kv_heads).", kv_head=lambda c, x: np.arange(c.num_heads) % c.num_kv_heads)
+mistake("heads and tokens mixed", "The result is the right one in [batch, length, heads, head_dim], reshaped where it "
+        "must be transposed.", output=lambda c, x: x.swapaxes(1, 2).reshape(x.shape))
 mistake("scale missing", "Products of query and key are not scaled.", scale=lambda c, x: 1.0)
 mistake("scaled twice", "Scores are scaled twice.", scale=lambda c, x: x * x)
 mistake("scale ignored", "scale is ignored: it uses 1 / sqrt(head_dim).", scale=lambda c, x: c.head_dim**-0.5)

@@ -12,6 +12,7 @@ import pytest
 
 import alibi_core
 from alibi_core.conformance import LAWS, MISTAKES, Mistaken, Report, check
+from alibi_core.conformance.oracle import rounded
 
 # Mistakes that are the same thing in what a function returns: (made, told).
 SAME = {
@@ -220,6 +221,33 @@ def test_no_mistake_is_named_that_does_not_explain_an_earlier_call() -> None:
     # In segments and a window of 1, distances are 0 and 1, and the bias is as if doubled. In longer segments it is not.
     one_more = kernel(lambda products, slopes, d: products - slopes * (d + (d > 0)), "window", "segments")
     report = check(one_more, laws=["segments"])
+    assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
+
+
+def test_sums_of_blocks_in_low_precision_break_a_law() -> None:
+    right = Mistaken(dtype="bfloat16")
+
+    def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+        total, blocks = 0 * query, np.arange(key.shape[2])[:, None] // 64
+        for number in range(blocks.max(initial=0) + 1):
+            own = value * (blocks == number).astype(value.dtype)
+            part = right.attention(query, key, own, slopes, is_causal=is_causal, q_offset=q_offset)
+            total = rounded(total + part, "bfloat16").astype(np.float32)
+        return total
+
+    adapter = SimpleNamespace(attention=attention, dtype="bfloat16", features=("lengths", "offset"))
+    assert not check(adapter, laws=["precision"]).passed
+
+
+def test_decoding_that_no_mistake_explains_is_not_named() -> None:
+    def decode_step(query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+        steps, *held = cache or (0, key[:, :, :0], value[:, :, :0])
+        keys, values = (np.concatenate(pair, axis=2) for pair in zip(held, (key, value), strict=True))
+        # After the first step it counts steps, not tokens.
+        output = Mistaken().attention(query, keys, values, slopes, is_causal=True, q_offset=steps)
+        return output, ((steps + 1) if cache else query.shape[2], keys, values)
+
+    report = check(SimpleNamespace(decode_step=decode_step, features=()), laws=["decoding"])
     assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
 
 
