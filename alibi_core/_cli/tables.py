@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def add_commands(commands: Any) -> None:
         parser.add_argument(
             "--tolerance",
             type=float,
+            default=2.0**-24,
             metavar="X",
             help="the share of softmax weight that may be left out (default 2**-24, float32's rounding error)",
         )
@@ -91,6 +93,9 @@ def _explain(options: argparse.Namespace) -> None:
         lengths, is_causal = (length,), options.causal is not False
         sides = [slopes] * (1 if is_causal else 2)
         score_range = _score_range(options, TYPICAL_RANGE)
+    elif not os.path.isdir(options.target):
+        rule = "LENGTH|DIR must be a whole number of tokens or a local directory with a checkpoint"
+        raise ValueError(f"{rule}, got {options.target!r}")
     else:
         checkpoint = Checkpoint.open(options.target)
         given = [f"--{name.replace('_', '-')}" for name in OF_LENGTH if getattr(options, name) is not None]
@@ -174,11 +179,13 @@ def _facts(checkpoint: Checkpoint, sides: list[Any]) -> dict[str, str]:
 
 
 def _score_range(options: argparse.Namespace, default: float) -> float:
+    """Return the score range; it and the tolerance, the rules of a horizon, are checked."""
+    checks.probability("--tolerance", options.tolerance)
     given = default if options.score_range is None else options.score_range
     return checks.non_negative_number("--score-range", given)
 
 
-def _horizons(slopes: Any, score_range: float, tolerance: float | None, *, is_causal: bool) -> list[float]:
+def _horizons(slopes: Any, score_range: float, tolerance: float, *, is_causal: bool) -> list[float]:
     """Return the horizon of each head."""
     with np.errstate(over="ignore"):  # a horizon that overflows float32 becomes infinite
         found: list[float] = alibi_core.horizon(slopes, score_range, tolerance=tolerance, is_causal=is_causal).tolist()
@@ -205,9 +212,8 @@ def _shown(slope: Any, horizon: float) -> tuple[str, str]:
     return str(np.float32(slope)), f"{horizon:,.0f}" if math.isfinite(horizon) else "all"
 
 
-def _what_a_horizon_is(score_range: float, tolerance: float | None) -> str:
+def _what_a_horizon_is(score_range: float, tolerance: float) -> str:
     """Return the explanation of the column ``horizon``."""
-    tolerance = 2.0**-24 if tolerance is None else tolerance
     return (
         f"Horizon, in tokens: keys at that distance from a query and beyond hold at most {tolerance:.3g} of its\n"
         "softmax weight, all together, if no scaled score exceeds that of the query's own key by more than "

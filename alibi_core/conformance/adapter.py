@@ -69,7 +69,8 @@ class Adapter(Protocol):
             ``attention``, and by whether a call raises NotImplementedError, TypeError or ValueError. This cannot detect
             ``batch_offsets``, ``batch_slopes``, ``far`` and ``continuations``, which are then not tried. If given, a
             call that raises fails its law.
-        tolerance: Share of a query's softmax weight that it may leave out. Default: the unit roundoff of its dtype.
+        tolerance: Share of a query's softmax weight that it may leave out, below 1. Default: the unit roundoff of its
+            dtype.
 
     Example:
         An adapter may have slopes alone. These follow the contract ``"geometric"``:
@@ -151,12 +152,10 @@ class Offer:
         dtype = checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
         contract = named(getattr(adapter, "contract", "exact")).name
         declared = getattr(adapter, "features", None)
-        if isinstance(declared, str):
-            raise TypeError(f"features must be a collection of strings, got the string {declared!r}")
         if declared is not None:
-            declared = frozenset(checks.one_of("features", feature, tuple(FEATURES)) for feature in declared)
+            declared = frozenset(checks.some_of("features", declared, tuple(FEATURES)))
         tolerance = getattr(adapter, "tolerance", None)
-        tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else checks.non_negative_number("tolerance", tolerance)
+        tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else checks.probability("tolerance", tolerance)
         return cls(name, dtype, contract, tolerance, declared, functions)
 
     @property

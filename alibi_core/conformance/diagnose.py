@@ -101,8 +101,8 @@ PROBES: tuple[tuple[tuple[int, int], dict[str, Any]], ...] = (
     ),
     ((5, 11), {"q_offset": 1_000_000}),
 )
-BIASES = ((7, 7), (4, 11), (11, 5), (1, 9), (130, 130), (2, 511))
-STEPS = ((3, 1, 1, 2, 1), (1,) * 8, (2, 3, 3))
+BIASES = ((7, 7), (4, 11), (11, 5), (1, 9), (130, 130), (2, 523))
+STEPS = ((3, 1, 1, 3, 1), (1,) * 9, (2, 4, 3))  # 9 tokens: no multiple of a block
 
 
 def make_case(
@@ -132,15 +132,16 @@ def make_case(
 class Probe:
     """Calls of an adapter, and its answers.
 
-    ``ask`` makes the calls, by a caller of the adapter or by a simulation of mistakes; ``conditions`` are the
-    conditions that the calls meet. A result may be off by ``tolerance``, a share of its largest element, or, with
-    ``by_element``, of each element.
+    ``ask`` makes the calls, by a caller of the adapter or by a simulation of mistakes, which computes ``scores``
+    scores; ``conditions`` are the conditions that the calls meet. A result may be off by ``tolerance``, a share of its
+    largest element, or, with ``by_element``, of each element.
     """
 
     ask: Callable[[Any], Answers]
     offer: Offer
     conditions: frozenset[str]
-    work: int
+    calls: int
+    scores: int
     tolerance: float
     by_element: bool
     found: Answers
@@ -148,15 +149,19 @@ class Probe:
 
     def answers(self, mistakes: Active) -> Answers:
         """Return the answers of an implementation with these mistakes, simulated and cached."""
-        key = tuple((x.name, where) for x, where in mistakes if where is None or where in self.conditions)
+        made = [(x.name, where) for x, where in mistakes if where is None or where in self.conditions]
+        # A condition that the only call meets makes no difference.
+        key = tuple((name, where if self.calls > 1 else None) for name, where in made)
         if key not in self._simulated:
-            self._simulated[key] = self.ask(Simulation(mistakes, self.offer.dtype, self.offer.contract))
+            answers = self.ask(Simulation(mistakes, self.offer.dtype, self.offer.contract))
+            first = next(iter(self._simulated.values()), answers)  # most mistakes change nothing: one copy, for memory
+            self._simulated[key] = first if _same(first, answers) else answers
         return self._simulated[key]
 
     @property
     def work_done(self) -> int:
-        """The number of simulated scores."""
-        return self.work * len(self._simulated)
+        """The number of simulated scores, among them the fixed cost of calls."""
+        return (CALL * self.calls + self.scores) * len(self._simulated)
 
     def fits(self, mistakes: Active) -> bool:
         """Return whether these mistakes, and no others, explain the answer."""
@@ -183,24 +188,35 @@ def probe(
     calls: int = 1,
 ) -> list[Probe]:
     """Return the probe of ``ask``, which makes ``calls`` calls a case; an empty list if a call fails."""
-    offer, met = trial.offer, set(conditions)
+    offer, met, calls = trial.offer, set(conditions), calls * max(1, len(cases))
     for case in cases:
         met |= reference.Computation((), {}, **case.call(offer.dtype)).conditions
     tolerance = share or max(tolerance_of(case, trial) for case in cases)
-    scores = sum(x.sizes.batch * x.num_heads * math.prod(x.sizes.lengths) for x in cases)
-    work = CALL * calls * max(1, len(cases)) + scores
     with contextlib.suppress(CallError):
-        return [Probe(ask, offer, frozenset(met), work, tolerance, share > 0, ask(trial.caller))]
+        found = ask(trial.caller)
+        scores = sum(x.sizes.batch * x.num_heads * math.prod(x.sizes.lengths) for x in cases)
+        scores += 0 if cases else sum(x.size for x in found.values())  # those of a bias, or slopes
+        return [Probe(ask, offer, frozenset(met), calls, scores, tolerance, share > 0, found)]
     return []
 
 
 def of_cases(trial: Trial, function: str, *cases: Case) -> list[Probe]:
-    """Return the probe of ``attention`` in these cases in order, or of ``attention_grad`` in one case."""
+    """Return the probe of ``attention`` in these cases in order, or those of ``attention_grad`` in one case.
+
+    The gradients of slopes are a probe of their own: they may be wrong beside a mistake that explains the others.
+    """
     if function == "attention":
         return probe(trial, lambda x: {str(i): x.attention(case) for i, case in enumerate(cases)}, *cases)
     (case,), names = cases, all_gradients(trial)
     made = probe(trial, lambda x: {name: y for name, y in x.gradients(case).items() if name in names}, case)
-    return [dataclasses.replace(x, tolerance=8 * x.tolerance) for x in made]
+    # A gradient takes thrice the time of a result.
+    made = [dataclasses.replace(x, tolerance=8 * x.tolerance, scores=3 * (x.scores + CALL)) for x in made]
+    probes = list[Probe]()
+    for x, by_slopes in itertools.product(made, (False, True)):
+        found = {name: y for name, y in x.found.items() if ("slopes" in name) is by_slopes}
+        shared: dict[str, Any] = {"calls": 0, "scores": 0} if by_slopes else {}  # both have the first one's simulations
+        probes += [dataclasses.replace(x, found=found, **shared)] if found else []
+    return probes
 
 
 def short_probes(trial: Trial, function: str) -> list[Probe]:
@@ -244,12 +260,12 @@ def decoding_probes(trial: Trial) -> list[Probe]:
     """Return probes of decoding: one sequence in several steps, then two sequences in turn."""
     offer, probes = trial.offer, list[Probe]()
     flat: dict[str, Any] = {"slopes": FLAT} if offer.has_slopes else {}
-    plain, in_groups = (make_case(offer, (8, 8), group=n) for n in (1, 2 if "grouped" in trial.features else 1))
-    other, long = make_case(offer, (8, 8), **flat), make_case(offer, (140, 140), **flat)
+    plain, in_groups = (make_case(offer, (9, 9), group=n) for n in (1, 2 if "grouped" in trial.features else 1))
+    other, long = make_case(offer, (9, 9), **flat), make_case(offer, (140, 140), **flat)
     other = other.with_arrays(**{name: plain.arrays[name][:, :, ::-1].copy() for name in TENSORS})
     tries: list[tuple[list[Case], Sequence[int]]] = [([case], STEPS[0]) for case in (plain, in_groups)]
     tries += [([plain], steps) for steps in STEPS[1:]]
-    tries += [([plain, other], STEPS[0]), ([long], (128, *(1,) * 9, 3))]
+    tries += [([plain, other], STEPS[0]), ([long], (125, *(1,) * 9, 3)), ([long], (65, 1, 1, 58, *(1,) * 6))]
     for cases, steps in tries:
 
         def ask(x: Any, cases: Any = cases, steps: Any = steps) -> Answers:
@@ -411,7 +427,7 @@ def _named(trial: Trial, function: str, failures: Sequence[tuple[str, DepartureE
     probes = probes_of(trial, function) + states + [probe for *_, own in tried for probe in own]
     found = search(probes, candidates(function))
     said = [sentence_of(*x) for x in found]
-    unexplained = [(law, x) for law, x, own in tried if not found or not all(probe.fits(found) for probe in own)]
+    unexplained = [x[:2] for x in tried if not found or not all(probe.fits(found) for probe in x[2] or probes)]
     if unexplained:
         said.append(Diagnosis("unexplained", off_by(trial, function, *unexplained[0])))
     return said
@@ -440,8 +456,8 @@ def off_by(trial: Trial, function: str, law: str, failure: DepartureError) -> st
         error, of_what = (error / largest, "of the largest") if largest else (error, "where 0 is right")
         amount = f"off by up to {error:.2g} {of_what}, {share:.3g} times what rounding explains"
         # An error of about one unit of a lower precision suggests rounding to it.
-        low = [x for x in ("float16", "bfloat16") if 0.4 < error / UNIT_ROUNDOFF[x] < 4 and UNIT_ROUNDOFF[x] > unit]
-        amount += f", about as much as rounding to {low[0]}" if low else ""
+        low = [x for x, u in UNIT_ROUNDOFF.items() if u > unit and 0.1 < error / u < 4]
+        amount += f", about as much as rounding to {' or '.join(low)}" if low else ""
     sentence = f"{where}{what} {amount} ({failure.inputs})."
     return f"Not so: {law[0].lower()}{law[1:]}. {sentence[0].upper()}{sentence[1:]}"
 

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 import alibi_core
+from alibi_core._arrays import checks
 from alibi_core.conformance.adapter import FEATURES, MOST_TOKENS
+from alibi_core.conformance.oracle import UNIT_ROUNDOFF
 from alibi_core.conformance.reference import TENSORS, Values
 
 ENTRY_POINTS = "alibi_core.conformance"
@@ -182,6 +184,8 @@ def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[A
         >>> "alibi_core" in [adapter.name for adapter in installed_adapters(dtypes=["float64"])]
         True
     """
+    if dtypes is not None:
+        dtypes = checks.some_of("dtypes", dtypes, tuple(UNIT_ROUNDOFF))
     adapters: list[Any] = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda x: x.name):
         try:
@@ -189,7 +193,7 @@ def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[A
         except ModuleNotFoundError:
             continue
         adapters += make()
-    return [x for x in adapters if dtypes is None or getattr(x, "dtype", "float32") in set(dtypes)]
+    return [x for x in adapters if dtypes is None or getattr(x, "dtype", "float32") in dtypes]
 
 
 def numpy_adapters() -> list[BackendAdapter]:

@@ -12,7 +12,7 @@ from alibi_core.conformance import reference
 from alibi_core.conformance.adapter import FEATURES, FUNCTIONS
 from alibi_core.conformance.case import Case
 from alibi_core.conformance.mistakes import CATALOGUE
-from alibi_core.conformance.oracle import rounded
+from alibi_core.conformance.oracle import UNIT_ROUNDOFF, rounded
 from alibi_core.conformance.reference import TENSORS, Active, Computation, Values
 
 
@@ -45,6 +45,8 @@ class Mistaken:
             raise ValueError(f"mistakes must be names of MISTAKES, got {', '.join(sorted(unknown))}")
         if where is not None:
             checks.one_of("where", where, tuple(reference.CONDITIONS | reference.STEP_CONDITIONS))
+        functions = checks.some_of("functions", functions, FUNCTIONS)
+        checks.one_of("dtype", dtype, tuple(UNIT_ROUNDOFF))
         self.name, self.dtype, self.features = " and ".join(mistakes) or "right", dtype, features
         if features is None:
             self.features = frozenset(FEATURES) - ({"far"} if dtype == "float64" else set())

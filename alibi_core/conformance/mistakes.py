@@ -177,6 +177,8 @@ mistake("window ignored", "window_size is ignored.", window_size=lambda c, x: No
 mistake("window one less", "The window is one key too short: distances up to window_size are to be seen, window_size "
         "included.", window_size=lambda c, x: x - 1)
 mistake("window one more", "The window is one key too long.", window_size=lambda c, x: x + 1)
+mistake("window halved", "The window is half as wide as it should be: window_size counts the keys of each side.",
+        window_size=lambda c, x: x // 2)
 mistake("window 0 as none", "A window_size of 0 is ignored, as if no window were given: it lets the query's own "
         "position be seen.", window_size=lambda c, x: x or None)
 mistake("window on past side only", "The window limits past keys only: its future side is ignored.",
@@ -201,6 +203,8 @@ mistake("mean where nowhere to look", "Queries that see no key get the mean of a
 
 mistake("grouped heads interleaved", "Query head h reads key/value head h % num_kv_heads; it must be "
         "h // (num_heads // num_kv_heads).", kv_head=lambda c, x: np.arange(c.num_heads) % c.num_kv_heads)
+mistake("heads and tokens mixed", "The result is the right one in [batch, length, heads, head_dim], reshaped where it "
+        "must be transposed.", output=lambda c, x: x.swapaxes(1, 2).reshape(x.shape))
 mistake("scale missing", "Products of query and key are not scaled.", scale=lambda c, x: 1.0)
 mistake("scaled twice", "Scores are scaled twice.", scale=lambda c, x: x * x)
 mistake("scale ignored", "scale is ignored: it uses 1 / sqrt(head_dim).", scale=lambda c, x: c.head_dim**-0.5)
@@ -228,6 +232,9 @@ each(BLOCKS, "last partial block dropped: {}", "The last block of keys is droppe
 each(BLOCKS, "diagonal block dropped: {}", "A query does not see keys of its own block of {}: the loop ends before the "
      "block on the diagonal.", keys=lambda c, x, n: c.k_positions // n < c.q_positions // n)
 each(BLOCKS, "keys capped: {}", "Only the first {} keys take part.", keys=lambda c, x, n: np.arange(c.kv_len) < n)
+each(BLOCKS, "last partial block dropped after others: {}", "The last block of keys is dropped where it has fewer than "
+     "{} and others come before it: round the number of blocks up.",
+     keys=lambda c, x, n: np.arange(c.kv_len) < max(c.kv_len // n, 1) * n)
 each(BLOCKS, "horizon too short: {}", "Keys {} tokens away or farther weigh nothing.",
      keys=lambda c, x, n: np.abs(c.ahead) < n)
 each((128, 256, 512, 1024, 2048), "key lost beyond: {}", "In rows of more than {} tokens a key is lost.",
@@ -249,6 +256,8 @@ for _dtype in ("bfloat16", "float16"):  # noisy: rounded sums depend on an unkno
 # --- Gradients --------------------------------------------------------------------------------------------------------
 
 mistake("slope gradient zero", "The gradient of slopes is zero: they are not trained.", d_slopes=lambda c, x: 0 * x)
+mistake("slope gradient of the right bias", "The gradient of slopes is that of the right bias: mend the bias alone.",
+        d_slopes=lambda c, x: -(c.d_scores * c.rate * c.penalty).sum(axis=(2, 3)))
 mistake("slope gradient negated", "The gradient of slopes has the wrong sign: the bias is minus slope times distance.",
         d_slopes=lambda c, x: -x)
 mistake("slope gradient scaled", "The gradient of slopes is multiplied by scale, which the bias is not.",

@@ -68,7 +68,7 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
     request = json.dumps(asdict(settings) | {"source": source, "first": first})
     # runpy warns that the package has imported this module already.
     quiet = "ignore::RuntimeWarning:runpy"
-    command = [sys.executable, "-W", quiet, "-m", "alibi_core.conformance.worker", request]
+    command = [sys.executable, "-u", "-W", quiet, "-m", "alibi_core.conformance.worker", request]
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
@@ -84,7 +84,9 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
             process.wait()
             process.stdout.close()
         errors.seek(0)
-        said = errors.read().strip().splitlines()
+        printed = errors.read()
+    print(printed, end="", file=sys.stderr)  # what the adapter printed, and where it hung or crashed
+    said = printed.strip().splitlines()
     if "done" in event:
         return
     if any(line.startswith("Timeout (") for line in said):  # printed by faulthandler

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance import FEATURES, LAWS, BackendAdapter, Library, Mistaken, check
+from alibi_core.conformance import FEATURES, LAWS, BackendAdapter, Library, Mistaken, check, installed_adapters
 
 ROOT = Path(__file__).parents[2]
 pytest_plugins = ["pytester"]
@@ -236,9 +236,9 @@ def test_a_bias_alone_has_laws_of_its_own() -> None:
         ({"attention": 3}, TypeError, "adapter must have one of the functions"),
         ({"slopes": len, "dtype": "float8"}, ValueError, "dtype must be one of"),
         ({"slopes": len, "contract": "alibi"}, ValueError, "contract must be one of"),
-        ({"slopes": len, "features": "window"}, TypeError, "features must be a collection of strings"),
+        ({"slopes": len, "features": "window"}, TypeError, "features must be a collection of names"),
         ({"slopes": len, "features": ["windows"]}, ValueError, "features must be one of"),
-        ({"slopes": len, "tolerance": -1}, ValueError, "tolerance must not be negative"),
+        ({"slopes": len, "tolerance": 1}, ValueError, r"tolerance must be in \[0, 1\), got 1"),
         ({"slopes": len, "name": 3}, TypeError, "name of an adapter must be a string"),
     ],
 )
@@ -248,20 +248,26 @@ def test_what_is_no_adapter_is_refused(attributes: dict[str, Any], error: type[E
 
 
 @pytest.mark.parametrize(
-    ("adapter", "arguments", "error", "message"),
+    ("function", "given", "options", "error", "message"),
     [
-        (Right(), {"profile": "slow"}, ValueError, "profile must be one of"),
-        (Right(), {"seed": -1}, ValueError, "seed must not be negative"),
-        (Right(), {"laws": ["windows"]}, ValueError, "laws must be one of"),
-        (Right(), {"laws": "slopes"}, TypeError, "laws must be a collection of names, got the string 'slopes'"),
-        (Right, {}, TypeError, "adapter must be an instance where its functions take self, got the class"),
+        (check, [Right()], {"profile": "slow"}, ValueError, "profile must be one of"),
+        (check, [Right()], {"seed": -1}, ValueError, "seed must not be negative"),
+        (check, [Right()], {"laws": ["windows"]}, ValueError, "laws must be one of"),
+        (check, [Right()], {"laws": "slopes"}, TypeError, "laws must be a collection of names, got the string"),
+        (check, [Right], {}, TypeError, "adapter must be an instance where its functions take self, got the class"),
+        (Mistaken, ["no such thing"], {}, ValueError, "mistakes must be names of MISTAKES, got no such thing"),
+        (Mistaken, [], {"where": "nowhere"}, ValueError, "where must be one of"),
+        (Mistaken, [], {"functions": ["foo"]}, ValueError, "functions must be one of 'slopes', .*, got 'foo'"),
+        (Mistaken, [], {"dtype": "x"}, ValueError, "dtype must be one of 'float64', .*, got 'x'"),
+        (installed_adapters, [], {"dtypes": ["float99"]}, ValueError, "dtypes must be one of .*, got 'float99'"),
+        (installed_adapters, [], {"dtypes": "float32"}, TypeError, "dtypes must be a collection of names, got"),
     ],
 )
 def test_wrong_arguments_are_refused(
-    adapter: Any, arguments: dict[str, Any], error: type[Exception], message: str
+    function: Any, given: list[Any], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        check(adapter, **arguments)
+        function(*given, **options)
 
 
 # --- How an adapter may misbehave -------------------------------------------------------------------------------------

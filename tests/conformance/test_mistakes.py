@@ -12,6 +12,7 @@ import pytest
 
 import alibi_core
 from alibi_core.conformance import LAWS, MISTAKES, Mistaken, Report, check
+from alibi_core.conformance.oracle import rounded
 
 # Mistakes that are the same thing in what a function returns: (made, told).
 SAME = {
@@ -19,6 +20,7 @@ SAME = {
     "signed: key-only": "bloom contract",
     "diagonal block dropped: 256": "last partial block dropped",  # the same in texts of less than a block
 }
+BESIDE_OTHERS = "slope gradient of the right bias"  # alone it is no mistake
 # The order of rounded sums is unknown, and few probes have such sizes: the report says where results are off.
 MEASURED = ("scores", "products", "beyond: 64")
 
@@ -42,7 +44,8 @@ SMALL = tuple(law.name for law in LAWS if law.name not in LARGE)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] if i % 25 else []) for i, x in enumerate(MISTAKES)]
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] if i % 25 else []) for i, x in enumerate(MISTAKES) if x != BESIDE_OTHERS],
 )
 def test_a_mistake_breaks_a_law_and_is_named(name: str) -> None:
     report = first_failure(Mistaken(name, dtype=dtype_of(name)), (*SMALL, *LARGE))
@@ -100,12 +103,15 @@ SEVERAL = (
     ("grouped heads interleaved", "slopes by kv head"),
     ("top-left", "window on past side only"),
     ("bias doubled", "segments ignored"),
+    ("bias doubled", BESIDE_OTHERS),
+    ("negated bias", BESIDE_OTHERS),
 )
 
 
 @pytest.mark.parametrize("names", SEVERAL, ids=" and ".join)
 def test_several_mistakes_at_once_are_all_named(names: tuple[str, ...]) -> None:
-    report = check(Mistaken(*names, functions=("attention",)), laws=["combined", "symmetric", "mask"])
+    function = "attention_grad" if BESIDE_OTHERS in names else "attention"
+    report = check(Mistaken(*names, functions=(function,)), laws=["combined", "symmetric", "mask", "slope_gradients"])
     assert sorted(x.key for x in report.diagnoses) == sorted(names)
 
 
@@ -218,6 +224,33 @@ def test_no_mistake_is_named_that_does_not_explain_an_earlier_call() -> None:
     assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
 
 
+def test_sums_of_blocks_in_low_precision_break_a_law() -> None:
+    right = Mistaken(dtype="bfloat16")
+
+    def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+        total, blocks = 0 * query, np.arange(key.shape[2])[:, None] // 64
+        for number in range(blocks.max(initial=0) + 1):
+            own = value * (blocks == number).astype(value.dtype)
+            part = right.attention(query, key, own, slopes, is_causal=is_causal, q_offset=q_offset)
+            total = rounded(total + part, "bfloat16").astype(np.float32)
+        return total
+
+    adapter = SimpleNamespace(attention=attention, dtype="bfloat16", features=("lengths", "offset"))
+    assert not check(adapter, laws=["precision"]).passed
+
+
+def test_decoding_that_no_mistake_explains_is_not_named() -> None:
+    def decode_step(query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+        steps, *held = cache or (0, key[:, :, :0], value[:, :, :0])
+        keys, values = (np.concatenate(pair, axis=2) for pair in zip(held, (key, value), strict=True))
+        # After the first step it counts steps, not tokens.
+        output = Mistaken().attention(query, keys, values, slopes, is_causal=True, q_offset=steps)
+        return output, ((steps + 1) if cache else query.shape[2], keys, values)
+
+    report = check(SimpleNamespace(decode_step=decode_step, features=()), laws=["decoding"])
+    assert [x.key for x in report.diagnoses] == ["unexplained"], str(report)
+
+
 @pytest.mark.parametrize("cached_by", [slice(1, 2), slice(2)], ids=["heads", "batch and heads"])
 def test_slopes_that_are_cached_by_few_sizes_are_told_to_be_stale(cached_by: slice) -> None:
     right, held = kernel(lambda products, slopes, d: products - slopes * d), dict[Any, Any]()
@@ -298,16 +331,11 @@ def test_whatever_an_adapter_does_there_is_a_report(function: str) -> None:
 
     names = [law.name for law in LAWS if law.function == function and not law.needs][:2]
     for answer in (raises, not_a_number):
+        start = time.process_time()
         report = check(SimpleNamespace(features=(), **{function: answer}), laws=names)
         assert {law.status for law in report.laws} == {"failed"}
         assert report.diagnoses
-
-
-def test_a_mistake_that_is_not_in_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="mistakes must be names of MISTAKES, got no such thing"):
-        Mistaken("bias lost", "no such thing")
-    with pytest.raises(ValueError, match="where must be one of"):
-        Mistaken("bias lost", where="nowhere")
+        assert time.process_time() - start < 5
 
 
 ARGUMENTS = ("future_slopes", "window_size", "segment_ids", "mask", "scale")  # begin a sentence as they are written

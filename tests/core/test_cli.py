@@ -178,8 +178,9 @@ def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("explain ", "directory must be one that holds a checkpoint, got ''"),
-        ("explain nowhere", "directory must be one that holds a checkpoint, got 'nowhere'"),
+        ("explain ", "directory with a checkpoint, got ''"),
+        ("explain nowhere", "directory with a checkpoint, got 'nowhere'"),
+        ("explain 1.5", "LENGTH|DIR must be a whole number of tokens or a local directory with"),
         ("slopes 0", "num_heads must be at least 1, got 0"),
         ("slopes -3", "num_heads must be at least 1, got -3"),
         ("slopes 10000000", "num_heads must be at most 1048576, got 10000000"),
@@ -189,10 +190,11 @@ def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
         ("explain -8", "LENGTH must be at least 1, got -8"),
         ("explain 2147483647", "lengths must stay within 2147483647 tokens"),
         ("explain 8 --tokens text", "--tokens must come with DIR, a checkpoint that reads them, got LENGTH 8"),
-        ("explain ²", "directory must be one that holds a checkpoint, got '²'"),
+        ("explain ²", "directory with a checkpoint, got '²'"),
         ("explain 8 --num-heads 0", "num_heads must be at least 1, got 0"),
         ("explain 8 --window-size -1", "window_size must not be negative, got -1"),
-        ("explain 8 --tolerance -1", "tolerance must not be negative, got -1.0"),
+        ("explain 8 --tolerance -1", "--tolerance must be in [0, 1), got -1.0"),
+        ("slopes 8 --tolerance 1", "--tolerance must be in [0, 1), got 1.0"),
     ],
 )
 def test_bad_arguments_are_refused_with_the_rule(line: str, message: str, capsys: Any) -> None:
@@ -280,6 +282,7 @@ class Bad(Right):
 
     def attention(self, query, key, value, slopes, is_causal, q_offset):
         if query.shape[1] == 6:
+            print(f"{self.name} next")
             self.act()
         return super().attention(query, key, value, slopes, is_causal, q_offset)
 
@@ -306,6 +309,7 @@ def adapters(tmp_path: Path, monkeypatch: Any) -> Path:
     (tmp_path / "my_adapters.py").write_text(ADAPTERS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     return tmp_path
 
 
@@ -332,10 +336,13 @@ def test_names_that_the_encoding_of_the_output_lacks_are_escaped(adapters: Path)
 def test_a_process_that_dies_or_hangs_is_reported_and_the_next_adapter_checked(adapters: Path, capsys: Any) -> None:
     options = "--law grouped --json report.json --time-limit 2"
     assert main(f"conformance --adapter my_adapters:several {options}".split()) == 1
-    assert "crashed: the process ended with signal" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "crashed: the process ended with signal" in printed.out
+    assert "hangs next\n" in printed.err  # what an adapter prints is shown, and where it hung
+    assert re.search(r'Timeout.*my_adapters.py", line \d+ in <lambda>', printed.err, re.DOTALL)
     dead, left, hung, right = json.loads((adapters / "report.json").read_text())["reports"]
     assert "signal 6" in dead["report"]["crash"]
-    assert left["report"]["crash"] == "the process ended with exit status 0"
+    assert "exit status 0" in left["report"]["crash"]
     assert hung["report"]["crash"] == "a call did not return within 2 s"
     assert [x["passed"] for x in (dead, left, hung, right)] == [False, False, False, True]
 
