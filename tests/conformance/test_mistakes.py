@@ -45,7 +45,7 @@ SMALL = tuple(law.name for law in LAWS if law.name not in LARGE)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] if i % 25 else []) for i, x in enumerate(MISTAKES) if x != BESIDE_OTHERS],
+    [pytest.param(x, marks=[pytest.mark.slow] if i % 31 else []) for i, x in enumerate(MISTAKES) if x != BESIDE_OTHERS],
 )
 def test_a_mistake_breaks_a_law_and_is_named(name: str) -> None:
     report = first_failure(Mistaken(name, dtype=dtype_of(name)), (*SMALL, *LARGE))
