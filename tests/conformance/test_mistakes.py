@@ -239,6 +239,7 @@ def test_sums_of_blocks_in_low_precision_break_a_law() -> None:
     assert not check(adapter, laws=["precision"]).passed
 
 
+@pytest.mark.slow
 def test_decoding_that_no_mistake_explains_is_not_named() -> None:
     def decode_step(query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
         steps, *held = cache or (0, key[:, :, :0], value[:, :, :0])
