@@ -59,7 +59,8 @@ demo: $(VENV)/ready
 
 # One thread a worker: two workers with two threads each only get in each other's way. Freed memory is kept: where the
 # kernel is slow to give pages, to get them anew for every array takes a tenth of the time.
-PYTEST = OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=100000000 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+ENVIRONMENT = OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_MMAP_THRESHOLD_=100000000
+PYTEST = $(ENVIRONMENT) $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/ready
 	$(PYTEST) $(ARGS)

@@ -250,7 +250,7 @@ class AttentionCall:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the bias is linear in ``|i - j|``. Implementations without a dense bias require it."""
+        """Whether the bias is linear in ``|i - j|``: no positions of the caller's own, and the linear law."""
         return self.q_points is None and self.law == "linear"
 
     @property

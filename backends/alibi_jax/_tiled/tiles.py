@@ -172,12 +172,9 @@ class Tiles:
             heads = (1, 1) if call.mask.shape[1] == 1 else (num_kv_heads, group)
             mask = call.mask.reshape(-1, *heads, *call.mask.shape[2:])
             self.mask = mask if mask.shape[3] == 1 else self._padded(mask)
-        # If every query's own key exists and is visible, its nearest key is at distance 0.
-        is_inside = not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len
-        is_plain = call.every_query_attends and (is_inside if call.q_points is None else call.shares_points)
         has_rules = call.mask is not None or call.q_segment_ids is not None or call.q_points is not None
         # True if the nearest key depends on a mask, segments or points, so that _nearest_keys must search for it.
-        self.has_hidden_keys = has_rules and not (self.has_other_keys or is_plain)
+        self.has_hidden_keys = has_rules and not (self.has_other_keys or call.sees_own_key)
 
     def of_queries(self, array: jax.Array, fill: float = 0) -> jax.Array:
         """Return ``[batch, num_heads, q_len, ...]`` with this module's axes, padded to whole tiles."""
