@@ -53,10 +53,10 @@ def attention(
             ``(queries, keys)`` if the queries are not all tokens of the row.
         window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``; or of axes
-            ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``. Booleans that fit both readings (``q_len`` equals
-            ``batch``) are refused: ``mask[:, None, None, :]`` is never mistaken. Integers 0 and 1 of two axes, as
-            tokenizers make them, are always ``[batch, kv_len]``. Integers are checked where that takes no waiting for
-            an accelerator or a compiler; elsewhere all but 0 are True.
+            ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``, the axis ``kv_len`` of full length. Booleans that fit
+            both readings (``q_len`` equals ``batch``) are refused: ``mask[:, None, None, :]`` is never mistaken.
+            Integers 0 and 1 of two axes, as tokenizers make them, are always ``[batch, kv_len]``. Integers are checked
+            where that takes no waiting for an accelerator or a compiler; elsewhere all but 0 are True.
         positions: Explicit positions, integer or floating: one array for queries and keys alike, or a pair
             ``(queries, keys)``; ``[..., length]`` on a line or ``[..., length, dims]`` in space. A token without a
             position has NaN: its distance to every token is 0. Causal attention compares positions, on a line only, and

@@ -234,8 +234,8 @@ def bias_from_positions(
     relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise))
     same = None
     if q_segment_ids is not None and kv_segment_ids is not None:
-        checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
-        checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
+        checks.by_token("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
+        checks.by_token("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
         # PyTorch does not compare most unsigned integers.
         q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))
         # [..., 1, q_len, kv_len]

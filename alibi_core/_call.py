@@ -628,9 +628,7 @@ def _segment_ids(xp: Namespace, pair: tuple[Any, Any], sizes: dict[str, Any]) ->
     for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
         shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
         axes = ", ".join([*_batch_axes(sizes["batch"]), name])
-        checks.broadcastable("segment_ids", shape, (*sizes["batch"], length), axes)
-        if not shape or shape[-1] != length:
-            raise ValueError(f"segment_ids must end in the axis {name}, {length}, got shape {shape}")
+        checks.by_token("segment_ids", shape, (*sizes["batch"], length), axes)
     if not any("uint" in str(ids.dtype) for ids in pair):
         return pair
     return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned integers

@@ -288,6 +288,13 @@ def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], ax
         raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}")
 
 
+def by_token(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str) -> None:
+    """Check that ``shape`` broadcasts to ``target``, with the tokens of its last axis one by one."""
+    broadcastable(name, shape, target, axes)
+    if tuple(shape)[-1:] != target[-1:]:
+        raise ValueError(f"{name} must end in the axis {axes.split(', ')[-1]}, {target[-1]}, got shape {tuple(shape)}")
+
+
 def shown(value: Any) -> str:
     """Return the text and the type of a value, for an error message."""
     return f"{brief(value)} ({type(value).__name__})"

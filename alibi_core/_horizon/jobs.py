@@ -230,8 +230,7 @@ def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, 
         # A mask that differs by query is never Toeplitz.
         if call.mask.shape[-2] > 1:
             return np.zeros_like(result)
-        shown: Ints = np.all(np.asarray(call.mask[0, ...]), axis=0)[0]  # [kv_len or 1], True where visible to all heads
-        shown = np.broadcast_to(shown, (call.kv_len,))
+        shown: Ints = np.all(np.asarray(call.mask[0, ...]), axis=0)[0]  # [kv_len], True where visible to all heads
         # hidden[n]: masked keys among the first n; equal at both ends of a range without any.
         hidden = np.concatenate([[0], np.cumsum(~shown)])
         result &= hidden[stop] == hidden[first]

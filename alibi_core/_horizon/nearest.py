@@ -74,8 +74,7 @@ def _under_padding(call: AttentionCall, mask: Any) -> Any:
     xp, last = call.xp, call.kv_len - 1
     queries, keys = call.positions()
     queries = queries[..., None, :] if call.has_offset_array else queries  # [q_len] or [*batch, 1, q_len]
-    # Drop the query axis, which has length 1.
-    shown = xp.broadcast_to(mask, (*mask.shape[:-1], call.kv_len))[..., 0, :]  # [..., heads or 1, kv_len]
+    shown = mask[..., 0, :]  # without the query axis: [..., heads or 1, kv_len]
     inside = xp.clip(queries, 0, last)
 
     def nearest_before(shown: Any, places: Any) -> Any:

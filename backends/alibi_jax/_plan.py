@@ -54,17 +54,12 @@ def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
     first = lowest + jnp.maximum(first - lowest, 1 - past)
     stop = highest + jnp.minimum(stop - highest, future)
     if call.mask is not None and call.mask.shape[-2] == 1:  # narrow to the unmasked keys
-        shown = _shown_keys(call)
+        shown = call.mask[:, :, 0]  # padding: [batch or 1, heads or 1, kv_len]
         some = jnp.any(shown, axis=-1, keepdims=True)
         first = jnp.maximum(first, jnp.where(some, jnp.argmax(shown, axis=-1, keepdims=True), 0).astype(jnp.int32))
         last = call.kv_len - jnp.argmax(jnp.flip(shown, axis=-1), axis=-1, keepdims=True).astype(jnp.int32)
         stop = jnp.minimum(stop, jnp.where(some, last, 0))
     return Needed(jnp.minimum(first, jnp.maximum(stop, 0)), jnp.maximum(stop, 0))
-
-
-def _shown_keys(call: AttentionCall) -> jax.Array:
-    """Return the visible keys of a mask without a query axis (padding): ``[batch or 1, heads or 1, kv_len]``."""
-    return jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))[:, :, 0]
 
 
 def _score_bounds(operands: Operands, how: Tiling) -> ScoreBounds:

@@ -71,6 +71,7 @@ def bools(*shape: int) -> np.ndarray:
 
 
 GRID = ints(5, 2), ints(7, 2)
+COLUMNS = bools(2, 1), ints(2, 1), bools(2, 1, 5, 1), ints(6, 5, 1)  # one value for all keys
 # Query [2, 6, 5, 8], key and value [2, 3, 7, 8] unless replaced; heads first, whatever the backend's layout.
 ATTENTION = [
     value(r"query must have axes \[.*heads.*\], got shape \(5, 8\)", query=floats(5, 8)),
@@ -106,6 +107,7 @@ ATTENTION = [
     value(r"mask must broadcast to \(2, 6, 5, 7\) \(batch, num_heads, q_len, kv_len\)", mask=bools(4, 7)),
     value("mask must broadcast to", mask=bools(1, 2, 6, 5, 7)),
     value(r"mask must have at least the axis kv_len, got shape \(\)", mask=bools()),
+    *(value(r"mask must have all 7 keys .*, those of earlier tokens too, got \(.*, 1\); ", mask=x) for x in COLUMNS),
     value(r"mask of integers must broadcast to \(2, 7\) \(batch, kv_len\), got \(5, 7\)", mask=ints(5, 7)),
     number("mask must be .* got other integers; .* segment_ids", mask=ints(2, 7) + 2),
     value("positions must be a pair .* when q_len, 5, and kv_len, 7, differ", positions=ints(2, 7)),
@@ -121,7 +123,8 @@ ATTENTION = [
     number(r"must be finite and at most 2\*\*62 .* got 1e\+19", positions=(floats(5) + 1e19, ints(7))),
     kind("positions must have an integer or a real floating dtype", positions=(bools(5), ints(7))),
     kind("added_bias must be floating, got .*bool; booleans are a mask", added_bias=bools(5, 7)),
-    value("added_bias must broadcast to", added_bias=floats(3, 1, 1)),
+    value("added_bias must broadcast to", added_bias=floats(3, 1, 7)),
+    value(r"added_bias must have all 7 keys in its last axis.*, got \(5, 1\)", added_bias=floats(5, 1)),
     value("distance must be one of 'manhattan', .*, got 'cosine'", distance="cosine"),
     value("law must be one of 'linear', 'log', 'sqrt', got 'square'", law="square"),
 ]
@@ -317,6 +320,7 @@ POSITIONS = [
     value("leading axes must broadcast", slopes=floats(4, 2), q_positions=ints(3, 3)),
     value("q_segment_ids and kv_segment_ids must be given together", q_segment_ids=ints(3)),
     value("kv_segment_ids must broadcast to", q_segment_ids=ints(3), kv_segment_ids=ints(4)),
+    value("q_segment_ids must end in the axis q_len, 3", q_segment_ids=ints(1), kv_segment_ids=ints(3)),
     kind("q_segment_ids must have an integer dtype", q_segment_ids=floats(3), kv_segment_ids=ints(3)),
 ]
 HORIZON = [

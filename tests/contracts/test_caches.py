@@ -401,6 +401,10 @@ REFUSED: dict[type[Exception], list[tuple[Callable[[Cache], Any], str]]] = {
         (lambda cache: cache.append(*zeros(3), ints(1)), r"lengths must have shape \(2,\) \(batch_size\), got \(1,\)"),
         (lambda cache: cache.attend(queries(5)), "query must be of the 4 last tokens, whose keys .*, got q_len 5"),
         (lambda cache: cache.attend(queries(3), implementation="fast"), "implementation must be one of .*, got 'fast'"),
+        (
+            lambda cache: cache.attend(queries(1), mask=cache.framework.array(np.ones((BATCH, 1), bool))),
+            "mask must have all [48] keys in its last axis, those of earlier tokens too, got",
+        ),
         *((lambda cache, x=x: cache.truncate(x), "length must not be negative, got") for x in (-1, -300)),
         (lambda cache: cache.truncate(cache.framework.array(ints(1, 1, 1))), r"length must have shape \(2,\)"),
     ],

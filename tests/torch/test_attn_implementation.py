@@ -104,6 +104,9 @@ def test_masks_of_any_pattern() -> None:
     expected = hidden(dense, tokens, attention_mask=added.double())
     assert error(hidden(ours, tokens, attention_mask=visible), expected) <= allowed()
     assert error(hidden(ours, tokens, attention_mask=added.double()), expected) <= allowed()
+    for shape in ((2, 1), (2, 1, 17, 1)):
+        with pytest.raises(ValueError, match="mask must have all 17 (tokens so far|keys in its last axis)"):
+            hidden(ours, tokens, attention_mask=torch.ones(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("length", [4, 17])

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "mask by key": ((200, 300), {"mask": (torch.arange(300) % 7 > 3)[None, None, None, :], "is_causal": False}),
     "mask by head": (
         (200, 200),
-        {"mask": torch.arange(200)[:, None] % torch.arange(3, 3 + HEADS)[:, None, None] > 0, "is_causal": False},
+        {"mask": torch.arange(200) % torch.arange(3, 3 + HEADS)[:, None, None] > 0, "is_causal": False},
     ),
     "masked rows": ((140, 140), {"mask": torch.arange(140)[:, None] % 2 > torch.zeros(140)}),
     "hidden neighbours": (

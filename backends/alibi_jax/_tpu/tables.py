@@ -103,8 +103,7 @@ def _segment_ids(call: AttentionCall, shape: KernelShape) -> tuple[jax.Array, ja
     if call.mask is not None or max(ids.dtype.itemsize for ids in (q_ids, kv_ids)) > 4:
         q_ids, kv_ids = _ranks(q_ids, kv_ids)  # ids may take any value or be int64; ranks leave -2 free
     if call.mask is not None:
-        shown = jnp.broadcast_to(call.mask[:, 0, 0], (call.mask.shape[0], shape.call.kv_len))
-        kv_ids = jnp.where(shown, kv_ids, -2)
+        kv_ids = jnp.where(call.mask[:, 0, 0], kv_ids, -2)
 
     def padded(ids: jax.Array, length: int) -> jax.Array:
         return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])))[:, None]

@@ -146,7 +146,7 @@ def _padded_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | Non
     # The mask differs between heads or queries: not padding.
     if mask.shape[1] > 1 or mask.shape[2] > 1:
         return None
-    shown = mask[:, 0, 0].expand(-1, call.kv_len)  # [batch or 1, kv_len]
+    shown = mask[:, 0, 0]  # [batch or 1, kv_len]
     begins = shown.clone()
     begins[:, 1:] &= ~shown[:, :-1]  # True at the first key of each run
     # Several runs of visible keys, or none: not padding.

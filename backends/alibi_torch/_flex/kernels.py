@@ -146,7 +146,7 @@ def _one_batch_axis(call: AttentionCall) -> AttentionCall:
     (size,) = call.batch
 
     def whole(array: Tensor, axes: int) -> Tensor:
-        if axes == 3:  # the mask: [batch or 1, heads or 1, q_len or 1, kv_len or 1]
+        if axes == 3:  # the mask: [batch or 1, heads or 1, q_len or 1, kv_len]
             return array.reshape((1,) * (4 - array.ndim) + tuple(array.shape))
         return array.expand(size, *array.shape[array.ndim - axes :])
 
@@ -176,7 +176,7 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Ca
         q_ids, kv_ids = kept(F.pad(q_ids, (0, q_padding))), kept(F.pad(kv_ids, (0, kv_padding)))
     mask = call.mask
     if mask is not None:  # pad only axes that do not broadcast; padding is invisible
-        filling = (0, kv_padding if mask.shape[-1] > 1 else 0, 0, q_padding if mask.shape[-2] > 1 else 0)
+        filling = (0, kv_padding, 0, q_padding if mask.shape[-2] > 1 else 0)
         mask = kept(F.pad(mask, filling, value=False) if any(filling) else mask)
         mask = mask.expand(*call.batch, call.num_heads, call.q_len + q_padding, call.kv_len + kv_padding)
     key_bias = None if call.added_key_bias is None else kept(F.pad(call.added_key_bias, (0, kv_padding)))

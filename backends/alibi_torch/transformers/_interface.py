@@ -74,7 +74,8 @@ def alibi_attention(
                 f"key must be as long as query, {query.shape[2]}, in attention in both directions, got {key.shape[2]} "
                 f"in a {type(module).__name__}; attention to another sequence has no distances"
             )
-    if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:  # unused slots of a static cache
+    # Unused slots of a static cache; a mask without the queries' own keys is no such mask, and is refused below.
+    if attention_mask is not None and query.shape[2] <= attention_mask.shape[-1] < key.shape[2]:
         key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))
     options |= _mask_options(attention_mask, is_causal, query, key, position_ids)
     options["return_weights"] = _wants_weights(module, kwargs.get("output_attentions"))
@@ -114,8 +115,11 @@ def alibi_mask(
     if sequences is not None:
         return (1 + sequences)[:, None, None, :]
     if attention_mask is not None:
-        text = attention_mask[:, kv_offset : kv_offset + kv_length]  # [batch, kv_length] or shorter
-        text = nn.functional.pad(text, (0, kv_length - text.shape[1]))
+        text = attention_mask[:, kv_offset : kv_offset + kv_length]  # [batch, kv_length]
+        if text.shape[1] < kv_length:
+            raise ValueError(
+                f"attention_mask must have all {kv_offset + kv_length} tokens so far, got {tuple(attention_mask.shape)}"
+            )
         if has_room or is_unreadable(text) or not bool(text.all()):
             return text[:, None, None, :]
     return torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool, device=device) if has_room else None
