@@ -173,6 +173,25 @@ def _is_jax(xp: Namespace) -> bool:
     return library_name(xp) == "jax.numpy"
 
 
+def divided_along(xp: Namespace, array: Any) -> list[str]:
+    """Return the mesh axes along which an array may be divided by hand: inside ``jax.shard_map`` or ``jax.pmap``.
+
+    Which of the array's axes they divide is not known.
+    """
+    if not _is_jax(xp):
+        return []
+    jax = sys.modules["jax"]
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def varies(value: Any, name: str) -> bool:
+        kind = jax.typeof(value)
+        return name in (kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
+
+    axes = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    # With check_vma=False types do not say along which axes values vary: an index does not vary along its own.
+    return [name for name in axes if varies(array, name) or not varies(jax.lax.axis_index(name), name)]
+
+
 def is_kind(xp: Namespace, dtype: DType, kind: str) -> bool:
     """``xp.isdtype``, but False for a non-dtype or a dtype outside the standard (JAX's random keys)."""
     try:

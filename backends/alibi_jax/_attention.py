@@ -57,6 +57,8 @@ def attention(
 
     - ``query``, ``key``, ``value``: ``[batch, length, heads, head_dim]``. In masks, biases and weights, heads come
       before lengths, as in every mask of JAX.
+    - ``slopes``: Required inside ``jax.shard_map`` and ``jax.pmap`` if the query is divided, as its heads may be: the
+      slopes of the heads that it has.
     - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
       max|value|``. Default: the rounding error of the dtype. 0 computes every score.
     - ``dropout``: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in
