@@ -15,6 +15,7 @@ from alibi_core._arrays.namespace import (
     brief,
     floating_name,
     host_values,
+    is_dimension,
     is_exporting,
     is_kind,
     is_nested,
@@ -77,9 +78,10 @@ def window(value: Any) -> int:
 def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
     """Check that all positions and distances fit int32, where they would wrap around silently.
 
-    Skipped under torch.export: a comparison would fix the length.
+    Skipped for symbolic lengths: a comparison would fix the length under torch.export, and raise under jax.export.
     """
-    if not is_exporting() and abs(q_offset) + q_len + kv_len > MAX_POSITION:
+    is_symbolic = is_exporting() or any(map(is_dimension, (q_offset, q_len, kv_len)))
+    if not is_symbolic and abs(q_offset) + q_len + kv_len > MAX_POSITION:
         raise ValueError(
             f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {brief(q_offset)}, q_len "
             f"{brief(q_len)}, kv_len {brief(kv_len)}"

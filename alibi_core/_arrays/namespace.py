@@ -110,11 +110,18 @@ def _namespace_of_one(array: Any) -> Namespace:
 
 
 def is_int(value: Any) -> bool:
-    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``, but no bool."""
+    """Whether ``value`` is an integer of Python or NumPy, or a symbolic one of ``torch`` or ``jax.export``; no bool."""
     if isinstance(value, bool):
         return False
     torch = sys.modules.get("torch")
-    return isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
+    is_number = isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
+    return is_number or is_dimension(value)
+
+
+def is_dimension(value: Any) -> bool:
+    """Whether ``value`` is a symbolic dimension of ``jax.export``: some comparisons of it raise."""
+    export = sys.modules.get("jax.export")
+    return export is not None and not hasattr(value, "dtype") and bool(export.is_symbolic_dim(value))
 
 
 def is_nested(value: Any) -> bool:

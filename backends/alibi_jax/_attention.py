@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core.backend import LENGTH_FIRST, AttentionCall
-from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.checks import explains_keywords, is_dimension
 from alibi_jax._call import operands_of
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, choose, dense
@@ -92,10 +92,11 @@ def attention(
     """
     for name, array in (("query", query), ("key", key), ("value", value)):
         sizes = getattr(array, "shape", ())[-3:]
-        if not all(isinstance(n, int) for n in sizes):  # the checks below would compare symbols
+        if any(map(is_dimension, sizes[implementation == "dense" :])):  # the checks below would compare symbols
             raise ValueError(
-                f"{name} must have a length, heads and head_dim that are numbers, got {sizes}; only axes of the batch "
-                "may be symbols in jax.export: pad texts to a few lengths, hide the padding by mask, and export each"
+                f"{name} must have a length, heads and head_dim that are numbers, got {sizes}; in jax.export only axes "
+                "of the batch may be symbols, and the length with implementation='dense': else pad texts to a few "
+                "lengths, hide the padding by mask, and export each"
             )
     call = AttentionCall.check(
         query,

@@ -191,6 +191,19 @@ def unknown_heads() -> None:
         np.testing.assert_allclose(right, exact, atol=1e-6)
 
 
+def uneven_key_heads() -> None:
+    """Check explicit sharding along heads where the heads of keys do not divide."""
+    for heads, kv_heads, count in ((8, 2, 8), (6, 3, 2), (8, 2, 4)):
+        mesh = jax.make_mesh((count,), ("heads",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:count])
+        arrays = [*normal(2, 300, heads, kv_heads, kv_heads, heads), 2.0 ** -jnp.arange(1.0, heads + 1)]
+        expected = gradients(functools.partial(attention, implementation="dense"), *arrays)
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(arrays[0], NamedSharding(mesh, Spec(None, None, "heads"))), *arrays[1:]]
+            found = jax.jit(functools.partial(gradients, attention))(*placed)
+        for one, exact in zip(found, expected, strict=True):
+            assert np.abs(one - exact).max() < 300 * 2.0**-24 * np.abs(exact).max()
+
+
 # --- Programs divided by batch and heads ----------------------------------------------------------------------------
 
 
@@ -252,7 +265,12 @@ def divided(way: str, implementation: TPU | None = None) -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {name: functools.partial(check, program) for name, program in PROGRAMS.items()}
-CHECKS |= {"few hops": few_hops, "not finite": not_finite, "unknown heads": unknown_heads}
+CHECKS |= {
+    "few hops": few_hops,
+    "not finite": not_finite,
+    "unknown heads": unknown_heads,
+    "uneven heads": uneven_key_heads,
+}
 QUICK = ["four devices, asymmetric, window, segments", "few hops", "unknown heads"]
 SLOW = [name for name in CHECKS if name not in QUICK]
 WAYS = ["automatic", "explicit", "no mesh set", "mapped", "mapped by hand", "by hand"]
