@@ -18,6 +18,7 @@ from alibi_core._arrays import (
     astype,
     checks,
     device_of,
+    divided_along,
     floating_name,
     is_kind,
     is_numpy,
@@ -162,13 +163,13 @@ class AttentionCall:
             tolerance = 0.0  # horizons know neither
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative_slopes)
+        pair = {"slopes": int(sizes["num_heads"]) if slopes is None else slopes, "future_slopes": future_slopes}
+        for name, given in pair.items():  # int(): sizes are tensors in torch.jit.trace
+            if checks.is_int(given):
+                checks.slopes_of_all_heads(name, given, sizes["num_heads"], divided_along(xp, query))
         placed = [
             None if given is None else _slopes(xp, name, given, sizes, layout, allow_negative_slopes, working, device)
-            for name, given in (
-                # int(): sizes are tensors in torch.jit.trace
-                ("slopes", int(sizes["num_heads"]) if slopes is None else slopes),
-                ("future_slopes", future_slopes),
-            )
+            for name, given in pair.items()
         ]
         for name, given in (("segment_ids", segment_ids), ("positions", positions)):
             if given is not None and not isinstance(given, (tuple, list)) and sizes["q_len"] != sizes["kv_len"]:

@@ -15,6 +15,7 @@ from alibi_core._arrays.namespace import (
     brief,
     floating_name,
     host_values,
+    is_dimension,
     is_exporting,
     is_kind,
     is_nested,
@@ -77,9 +78,10 @@ def window(value: Any) -> int:
 def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
     """Check that all positions and distances fit int32, where they would wrap around silently.
 
-    Skipped under torch.export: a comparison would fix the length.
+    Skipped for symbolic lengths: a comparison would fix the length under torch.export, and raise under jax.export.
     """
-    if not is_exporting() and abs(q_offset) + q_len + kv_len > MAX_POSITION:
+    is_symbolic = is_exporting() or any(map(is_dimension, (q_offset, q_len, kv_len)))
+    if not is_symbolic and abs(q_offset) + q_len + kv_len > MAX_POSITION:
         raise ValueError(
             f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {brief(q_offset)}, q_len "
             f"{brief(q_len)}, kv_len {brief(kv_len)}"
@@ -173,6 +175,11 @@ def array(name: str, value: Any) -> Any:
             f"{name} must be dense, got a nested tensor; give to_padded_tensor(0.0) of it and a mask, or texts packed "
             "into rows and segment_ids"
         )
+    if type(value).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} must be a process's own tensor, got a DTensor; give to_local() of each tensor, with the slopes of "
+            "the heads that this process has"
+        )
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         how = ""
         if name == "tokens" and isinstance(value, (str, list, tuple)) and any(isinstance(x, str) for x in value):
@@ -249,6 +256,16 @@ def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
             "zeros gives the clamped form"
         )
     raise ValueError(f"{name} must count the heads of query, {num_heads}, got {brief(count)}; its axes are {axes}")
+
+
+def slopes_of_all_heads(name: str, count: Any, num_heads: int, axes: list[str]) -> None:
+    """Refuse a number of heads in place of slopes if mesh axes divide the query: they may divide the heads."""
+    if axes:
+        raise ValueError(
+            f"{name} must be an array where query is divided along {', '.join(map(repr, axes))}, as its {num_heads} "
+            f"heads may be a part of all heads: give alibi_core.slopes({num_heads}) if they are not, else their part "
+            f"of the slopes of all heads; got {brief(count)}"
+        )
 
 
 def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DType = "float64") -> None:

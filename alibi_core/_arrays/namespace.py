@@ -110,11 +110,18 @@ def _namespace_of_one(array: Any) -> Namespace:
 
 
 def is_int(value: Any) -> bool:
-    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``, but no bool."""
+    """Whether ``value`` is an integer of Python or NumPy, or a symbolic one of ``torch`` or ``jax.export``; no bool."""
     if isinstance(value, bool):
         return False
     torch = sys.modules.get("torch")
-    return isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
+    is_number = isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
+    return is_number or is_dimension(value)
+
+
+def is_dimension(value: Any) -> bool:
+    """Whether ``value`` is a symbolic dimension of ``jax.export``: some comparisons of it raise."""
+    export = sys.modules.get("jax.export")
+    return export is not None and not hasattr(value, "dtype") and bool(export.is_symbolic_dim(value))
 
 
 def is_nested(value: Any) -> bool:
@@ -171,6 +178,25 @@ def _is_mlx(xp: Namespace) -> bool:
 
 def _is_jax(xp: Namespace) -> bool:
     return library_name(xp) == "jax.numpy"
+
+
+def divided_along(xp: Namespace, array: Any) -> list[str]:
+    """Return the mesh axes along which an array may be divided by hand: inside ``jax.shard_map`` or ``jax.pmap``.
+
+    Which of the array's axes they divide is not known.
+    """
+    if not _is_jax(xp):
+        return []
+    jax = sys.modules["jax"]
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def varies(value: Any, name: str) -> bool:
+        kind = jax.typeof(value)
+        return name in (kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma)
+
+    axes = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    # With check_vma=False types do not say along which axes values vary: an index does not vary along its own.
+    return [name for name in axes if varies(array, name) or not varies(jax.lax.axis_index(name), name)]
 
 
 def is_kind(xp: Namespace, dtype: DType, kind: str) -> bool:

@@ -4,6 +4,7 @@ from alibi_core._arrays import check_keywords as check_keywords
 from alibi_core._arrays import checks as _checks
 from alibi_core._arrays import explains_keywords as explains_keywords
 from alibi_core._arrays import host_values as host_values
+from alibi_core._arrays import is_dimension as is_dimension
 from alibi_core._arrays import is_int as is_int
 from alibi_core._arrays import namespace_of as namespace_of
 from alibi_core._extras import install_hint as install_hint

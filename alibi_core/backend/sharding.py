@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alibi_core._arrays import Namespace, checks
+from alibi_core._arrays import divided_along as divided_along
 from alibi_core._horizon import reach
 
 HALO_SHARE = 0.25  # share of the tolerance for keys that are not sent; the rest is for keys that a kernel skips

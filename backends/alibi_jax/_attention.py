@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core.backend import LENGTH_FIRST, AttentionCall
-from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.checks import explains_keywords, is_dimension
 from alibi_jax._call import operands_of
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, choose, dense
@@ -57,6 +57,8 @@ def attention(
 
     - ``query``, ``key``, ``value``: ``[batch, length, heads, head_dim]``. In masks, biases and weights, heads come
       before lengths, as in every mask of JAX.
+    - ``slopes``: Required inside ``jax.shard_map`` and ``jax.pmap`` if the query is divided, as its heads may be: the
+      slopes of the heads that it has.
     - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
       max|value|``. Default: the rounding error of the dtype. 0 computes every score.
     - ``dropout``: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in
@@ -90,10 +92,11 @@ def attention(
     """
     for name, array in (("query", query), ("key", key), ("value", value)):
         sizes = getattr(array, "shape", ())[-3:]
-        if not all(isinstance(n, int) for n in sizes):  # the checks below would compare symbols
+        if any(map(is_dimension, sizes[implementation == "dense" :])):  # the checks below would compare symbols
             raise ValueError(
-                f"{name} must have a length, heads and head_dim that are numbers, got {sizes}; only axes of the batch "
-                "may be symbols in jax.export: pad texts to a few lengths, hide the padding by mask, and export each"
+                f"{name} must have a length, heads and head_dim that are numbers, got {sizes}; in jax.export only axes "
+                "of the batch may be symbols, and the length with implementation='dense': else pad texts to a few "
+                "lengths, hide the padding by mask, and export each"
             )
     call = AttentionCall.check(
         query,

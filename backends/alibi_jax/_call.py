@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from alibi_core.backend import AttentionCall, checks, join_call, split_call
 from alibi_core.backend.checks import namespace_of
@@ -62,6 +63,16 @@ def operands_of(call: AttentionCall, query: Any, key: Any, value: Any, key_norms
 
     flat = replace(flat.map_arrays(with_batch_axis), device=None)
     return Operands(*(x.reshape(batch, *x.shape[-3:]) for x in (query, key, value)), flat, key_norms)
+
+
+def lowest_scores(dtype: Any) -> tuple[Any, Any]:
+    """Return the largest score of a row that sees no key, and the least score of a visible key; NumPy scalars.
+
+    Both are finite, because inf - inf is NaN. A row whose largest score is the second one has lower scores, which have
+    overflown: its weights are unknown, and its result is NaN.
+    """
+    blind = np.finfo(dtype).min
+    return blind, np.nextafter(blind, np.zeros_like(blind))
 
 
 def floating_dtype(name: str, dtype: Any) -> Any:

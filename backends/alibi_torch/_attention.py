@@ -9,7 +9,7 @@ from typing import Any
 import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from alibi_core import slopes as canonical
 from alibi_core.backend import AttentionCall, checks, dense_attention
@@ -165,7 +165,8 @@ def checked(
 
 
 def _is_special(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.layout is not torch.strided or tensor.is_nested or tensor.device != device
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return not is_plain or tensor.device != device
 
 
 @functools.lru_cache(maxsize=256, typed=True)

@@ -13,7 +13,7 @@ import pytest
 import alibi_core
 from alibi_core.conformance.testing import Attention, Rules, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
-from tests.support.frameworks import BACKENDS, JAX, LAYER_BACKENDS, LIBRARIES, Backend, slow_in_jax
+from tests.support.frameworks import BACKENDS, JAX, LAYER_BACKENDS, LIBRARIES, TORCH, Backend, param, slow_in_jax
 from tests.support.layers import cast, make_layer
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)
@@ -73,6 +73,44 @@ def test_any_number_of_batch_axes(backend: Backend) -> None:
     same = backend.attention(*tensors(1), dtype="float32")[0]
     np.testing.assert_allclose(one, same, rtol=0, atol=2e-6)
     assert [x.shape for x in nothing] == [(0, *one.shape), (2, 0, *one.shape)]
+
+
+TPU_KERNEL = param(Backend(JAX, "alibi_jax", "tpu"), "alibi_jax[tpu]", JAX, pytest.mark.slow)
+# Rules by which each of five queries sees its own key alone; by the other rule, one query sees 128 equal keys.
+OWN_KEY = {"window_size": 0, "segment_ids": np.arange(5, dtype=np.int32), "mask": np.eye(5, dtype=bool)[None, None]}
+# The last three are finite in base e and not in base 2, and not finite in float32.
+SCORES = np.asarray([-1e29, -1e31, -2e38, -3e38, -1e40, 1e40])
+
+
+@pytest.mark.parametrize("backend", [*LAYER_BACKENDS, TPU_KERNEL])
+@pytest.mark.parametrize("rule", ["q_offset", *OWN_KEY])
+def test_equal_values_are_the_result_whatever_the_scores(backend: Backend, rule: str) -> None:
+    is_kernel = backend.implementation == "tpu"
+    if is_kernel:
+        rule = "segment_ids" if rule == "mask" else rule  # it takes masks of keys alone, as segments
+        implementation = importlib.import_module("tests.support.tpu_cases").INTERPRETED
+        backend = dataclasses.replace(backend, implementation=implementation)
+    shape = len(SCORES), 1, 5 if rule in OWN_KEY else 1, 1
+    value, cotangent = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    size, sign = (np.broadcast_to(x[:, None, None, None], shape) for x in (np.abs(SCORES) ** 0.5, np.sign(SCORES)))
+    given = {"query": size, "key": sign * size, "value": value}
+    finite = slice(0, 3 if is_kernel else 4)
+    if rule == "q_offset":
+        given |= {name: np.repeat(given[name], 128, axis=2) for name in ("key", "value")}
+        result = backend.attention(**given, dtype="float32", q_offset=300)
+        np.testing.assert_allclose(result[finite], value[finite], rtol=2.0**-17)
+    else:
+        result = backend.attention(**given, dtype="float32", **{rule: OWN_KEY[rule]})
+        gradients = backend.gradients(given, cotangent, dtype="float32", **{rule: OWN_KEY[rule]})
+        np.testing.assert_array_equal(result[finite], value[finite])
+        np.testing.assert_array_equal(gradients["value"][finite], cotangent[finite])
+        for name in ("query", "key"):  # zeros, but for the rounding of a product that the other one multiplies
+            assert np.all(np.abs(gradients[name] / size)[finite] < 2.0**-20)
+    if backend.framework is TORCH and backend.implementation != "dense":
+        assert not result[4].any()  # PyTorch's kernel says that
+        assert np.isnan(result[5]).all()
+    else:
+        assert np.isnan(result[finite.stop :]).all()
 
 
 SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"is_causal": False})]

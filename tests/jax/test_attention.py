@@ -21,7 +21,9 @@ import jax.numpy as jnp  # noqa: E402
 from jax import export  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
+import alibi_core  # noqa: E402
 import alibi_jax  # noqa: E402
+from tests.support.frameworks import JAX  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["tiled", pytest.param("dense", marks=pytest.mark.slow)])
@@ -302,10 +304,38 @@ def test_lengths_that_are_symbols_are_refused_in_words() -> None:
     (length,) = export.symbolic_shape("length")
     symbolic, known = (jax.ShapeDtypeStruct((1, n, 2, 4), jnp.float32) for n in (length, 1))
     program = export.export(jax.jit(alibi_jax.attention))
-    with pytest.raises(ValueError, match="query must have .*length.* only axes of the batch may be symbols.*pad"):
+    with pytest.raises(
+        ValueError, match="query must have .*length.* only axes of the batch may be symbols.*'dense'.*pad"
+    ):
         program(symbolic, symbolic, symbolic)
     with pytest.raises(ValueError, match="key must have"):
         program(known, symbolic, symbolic)
+
+
+@pytest.mark.parametrize("rules", [{}, {"is_causal": False}, {"window_size": 3}, {"q_len": 1}], ids=str)
+def test_dense_attention_and_bias_are_exported_for_any_length(rules: dict[str, Any]) -> None:
+    rules = dict(rules)
+    q_len = rules.pop("q_len", None)
+
+    def attend(query: jax.Array, key: jax.Array, **others: jax.Array) -> Any:
+        bias = alibi_core.bias(4, query.shape[1], key.shape[1], is_causal=rules.get("is_causal", True), xp="jax")
+        return alibi_jax.attention(query, key, key, implementation="dense", **others, **rules), bias
+
+    def inputs(batch: int, length: int) -> dict[str, jax.Array]:
+        random = np.random.default_rng(0)
+        query, key = (random.normal(size=(batch, n, 4, 8)) for n in (q_len or length, length))
+        found = {"query": query, "key": key, "mask": random.random((batch, 1, 1, length)) < 0.7}
+        if q_len is None:
+            found["segment_ids"] = np.sort(random.integers(0, 3, (batch, length)), axis=1)
+        return {name: JAX.array(x) for name, x in found.items()}
+
+    batch, length = export.symbolic_shape("batch, length")
+    shapes = {name: tuple({2: batch, 7: length}.get(n, n) for n in x.shape) for name, x in inputs(2, 7).items()}
+    described = {name: jax.ShapeDtypeStruct(shapes[name], x.dtype) for name, x in inputs(2, 7).items()}
+    program = export.export(jax.jit(attend))(**described)
+    for given in (inputs(2, 7), inputs(1, 1)):
+        for found, expected in zip(program.call(**given), attend(**given), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 # --- Layers and models of NNX ---------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from alibi_jax import TPU, attention, parallel
+import alibi_core
+from alibi_jax import TPU, KVCache, attention, attention_fn, parallel
 from tests.support.divided import Case, assert_exact, attention_of_whole
 from tests.support.tpu_cases import INTERPRETED, QUICKLY
 
@@ -151,6 +152,58 @@ def not_finite() -> None:
     assert np.isfinite(found[:, :, 1]).all()
 
 
+def unknown_heads() -> None:
+    """Check that default slopes are refused where heads may be divided, and nowhere else."""
+    tensors, mesh = normal(2, 6, 4, 4, 4), mesh_of(2, "heads", "tokens")
+    by_head, exact = Spec(None, None, "heads"), attention(*tensors, implementation="dense")
+
+    def cached(query: Any, key: Any, value: Any) -> Any:
+        return KVCache.make(2, key.shape[2], 6, 4).append(key, value).attend(query)
+
+    def of_core(*tensors: Any) -> Any:
+        return alibi_core.attention(*(jnp.swapaxes(x, 1, 2) for x in tensors))
+
+    def by_number(*tensors: Any) -> Any:
+        return attention(*tensors, tensors[0].shape[2])
+
+    def future(*tensors: Any) -> Any:
+        return attention(*tensors, jnp.ones(2), future_slopes=2, is_causal=False)
+
+    def sharded(attend: Any, specs: Any = by_head, **options: Any) -> Any:
+        divided = jax.shard_map(attend, mesh=mesh, in_specs=(specs,) * 3, out_specs=specs, **options)
+        return jax.eval_shape(divided, *tensors) if specs == by_head else divided(*tensors)
+
+    for attend in (attention, cached, of_core, by_number, future, attention_fn()):
+        for options in ({}, {"check_vma": False}):
+            with pytest.raises(
+                ValueError, match="slopes must be an array where query is divided along 'heads', as .*2"
+            ):
+                sharded(attend, **options)
+    with pytest.raises(ValueError, match="slopes must be an array where query is divided along"):
+        jax.pmap(attention)(*tensors)
+    ring = functools.partial(parallel.attention, axis_name="tokens")
+    for check_vma in (True, False):
+        with pytest.raises(ValueError, match="slopes must be given, or head_axis, .* divided along 'heads' too"):
+            sharded(ring, check_vma=check_vma)
+    sharded(functools.partial(ring, head_axis="heads"))
+    dense = functools.partial(attention, implementation="dense")
+    for right in (sharded(dense, Spec()), sharded(dense, Spec(None, None, "tokens")), jax.vmap(dense)(*tensors)):
+        np.testing.assert_allclose(right, exact, atol=1e-6)
+
+
+def uneven_key_heads() -> None:
+    """Check explicit sharding along heads where the heads of keys do not divide."""
+    for heads, kv_heads, count in ((8, 2, 8), (6, 3, 2), (8, 2, 4)):
+        mesh = jax.make_mesh((count,), ("heads",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:count])
+        arrays = [*normal(2, 300, heads, kv_heads, kv_heads, heads), 2.0 ** -jnp.arange(1.0, heads + 1)]
+        expected = gradients(functools.partial(attention, implementation="dense"), *arrays)
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(arrays[0], NamedSharding(mesh, Spec(None, None, "heads"))), *arrays[1:]]
+            found = jax.jit(functools.partial(gradients, attention))(*placed)
+        for one, exact in zip(found, expected, strict=True):
+            assert np.abs(one - exact).max() < 300 * 2.0**-24 * np.abs(exact).max()
+
+
 # --- Programs divided by batch and heads ----------------------------------------------------------------------------
 
 
@@ -212,8 +265,13 @@ def divided(way: str, implementation: TPU | None = None) -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {name: functools.partial(check, program) for name, program in PROGRAMS.items()}
-CHECKS |= {"few hops": few_hops, "not finite": not_finite}
-QUICK = ["four devices, asymmetric, window, segments", "few hops"]
+CHECKS |= {
+    "few hops": few_hops,
+    "not finite": not_finite,
+    "unknown heads": unknown_heads,
+    "uneven heads": uneven_key_heads,
+}
+QUICK = ["four devices, asymmetric, window, segments", "few hops", "unknown heads"]
 SLOW = [name for name in CHECKS if name not in QUICK]
 WAYS = ["automatic", "explicit", "no mesh set", "mapped", "mapped by hand", "by hand"]
 WAYS.remove("mapped") if jax.__version_info__ < (0, 9) else None  # which JAX refuses before
@@ -273,15 +331,6 @@ def inside(tensors: Any, names: tuple[str, ...] = ("tokens",), check_vma: bool =
 def test_wrong_arguments_are_refused_by_name(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         inside(**{"tensors": TENSORS} | changes)
-
-
-@pytest.mark.slow
-def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
-    for check_vma in (True, False):  # either way, the heads of a device are unknown
-        with pytest.raises(ValueError, match="slopes must be given, or head_axis, .* divided along 'other' too"):
-            inside(TENSORS, ("tokens", "other"), check_vma=check_vma)
-    found = inside(TENSORS, ("tokens", "other"), head_axis="other")
-    np.testing.assert_allclose(found, attention(*TENSORS, implementation="dense"), atol=1e-6)
 
 
 def test_nothing_gives_nothing() -> None:

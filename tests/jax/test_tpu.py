@@ -277,3 +277,9 @@ def test_programs_for_tpus_are_exported_where_there_is_none() -> None:
     assert program.platforms == ("tpu",)
     kernels = re.findall(r'kernel_name = "(\w+)"', program.mlir_module())
     assert set(kernels) == {"alibi_forward", "alibi_backward_of_keys", "alibi_backward_of_queries"}
+    of_any_batch = [jax.ShapeDtypeStruct((*export.symbolic_shape("batch"), 256, 2, 64), jnp.bfloat16)] * 3
+    program = export.export(jax.jit(result_and_gradients), platforms=["tpu"])(*of_any_batch)
+    assert "kernel_name" not in program.mlir_module()  # Pallas wants numbers, so the tiles run
+    attend = export.export(jax.jit(functools.partial(alibi_jax.attention, implementation="tpu")), platforms=["tpu"])
+    with pytest.raises(NotImplementedError, match="'tpu' must be given a batch whose size is a number, got batch"):
+        attend(*of_any_batch)

@@ -38,9 +38,10 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
+import alibi_core  # noqa: E402
 from alibi_torch import AlibiAttention, attention, parallel  # noqa: E402
 from tests.support.divided import TENSORS, Case, assert_exact  # noqa: E402
 
@@ -307,6 +308,10 @@ def tensor_parallel() -> None:
     exact = layer.log_slopes.full_tensor().clone()
     layer.bfloat16().float()
     assert torch.equal(layer.log_slopes.full_tensor(), exact)
+    tensors = [DTensor.from_local(torch.ones(1, 1, 3, 5), whole, [Shard(1)])] * 3
+    for attend in (attention, alibi_core.attention):
+        with pytest.raises(TypeError, match="query must be a process's own tensor, got a DTensor; give to_local"):
+            attend(*tensors)
     for heads, kv_heads, name in ((6, 6, "num_heads"), (8, 2, "num_kv_heads")):
         uneven = AlibiAttention(24, heads, num_kv_heads=kv_heads)
         with pytest.raises(ValueError, match=f"{name} must be divisible by the 4"):

@@ -59,6 +59,8 @@ def refusal(implementation: Implementation, call: AttentionCall, target: Target 
         return f"runs on TPUs alone, got {target.platform} (TPU(interpret=True) runs its text anywhere, slowly)"
     if target.is_partitioned:
         return "cannot be divided among devices by the compiler: call it inside jax.shard_map"
+    if not isinstance(call.batch[0], int):
+        return f"must be given a batch whose size is a number, got {call.batch[0]}"
     if call.dtype not in (jnp.float32, jnp.bfloat16):
         return f"must be given float32 or bfloat16, got {call.dtype}"
     if call.mask is not None and call.mask.shape[1:3] != (1, 1):

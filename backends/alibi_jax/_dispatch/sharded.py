@@ -7,10 +7,12 @@ and XLA partitions the program.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from alibi_jax._call import Operands
@@ -18,6 +20,8 @@ from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch.choice import Implementation
 from alibi_jax._dispatch.derivatives import differentiable
 from alibi_jax._dispatch.primitive import backward, forward
+
+KEYS = ("key", "value", "key_norms")  # the operands with a key/value head
 
 
 def attend(operands: Operands, implementation: Implementation | None) -> jax.Array:
@@ -42,19 +46,39 @@ def attend(operands: Operands, implementation: Implementation | None) -> jax.Arr
             f"query must be sharded along batch and heads alone, got {given}; jax.sharding.reshard it"
         )
 
+    # If the key/value heads do not divide among the devices, each of them takes its heads of all: those that it would
+    # have if each head was repeated so often that they divide.
+    num_kv_heads, count = operands.key.shape[1], _size(mesh, heads)
+    repeats = count // math.gcd(num_kv_heads, count)
+    own = num_kv_heads * repeats // count
+
+    def with_own_heads(operands: Operands) -> jax.Array:
+        if num_kv_heads > 1 and repeats > 1:
+            index = (jax.lax.axis_index(heads) * own + jnp.arange(own)) // repeats
+            keys = ((name, getattr(operands, name)) for name in KEYS)
+            operands = operands._replace(**{name: None if x is None else x[:, index] for name, x in keys})
+        return call(operands)
+
     def spec(array: Any, has_heads: bool) -> PartitionSpec:
-        """Return the sharding of an array; axes of length 1, which broadcast, are not sharded."""
+        """Return the sharding of an array; axes that do not divide, as those of length 1, are not sharded."""
         wanted = (batch, heads) if has_heads else (batch,)
-        return PartitionSpec(*(None if n == 1 else axis for axis, n in zip(wanted, array.shape, strict=False)))
+        pairs = zip(wanted, array.shape, strict=False)
+        return PartitionSpec(*(None if n % _size(mesh, axis) else axis for axis, n in pairs))
 
     of_call = {name: spec(x, name in ("slopes", "future_slopes", "mask")) for name, x in operands.call.arrays.items()}
     specs = jax.tree.map(lambda x: spec(x, True), operands)._replace(call=replace(operands.call, **of_call))
     operands = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), operands, specs)
     # Under jax.vmap with spmd_axis_name, mapped mesh axes must not be named; an empty set means all remaining axes.
     names = explicit if len(explicit) < len(mesh.axis_names) else set()
-    return jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(batch, heads), axis_names=names)(
-        operands
+    divided = jax.shard_map(
+        with_own_heads, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(batch, heads), axis_names=names
     )
+    return divided(operands)
+
+
+def _size(mesh: Any, axes: Any) -> int:
+    """Return the number of devices along one mesh axis, several, or None."""
+    return math.prod(mesh.shape[x] for x in (axes if isinstance(axes, tuple) else (axes,)) if x is not None)
 
 
 _attend = differentiable(forward, backward)

@@ -46,9 +46,8 @@ def _attend(tiles: Tiles, rows: Rows) -> tuple[jax.Array, jax.Array]:
         return higher, total, mean * as_matrices(decay) + weighted
 
     shape = *rows.query.shape[:2], *tiles.sizes.tile[2:4], 1
-    lowest = jnp.finfo(tiles.dtype).min  # finite: for a masked key, exp(-inf - -inf) would be NaN
-    start = jnp.full(shape, lowest, tiles.dtype), jnp.zeros(shape, tiles.dtype), jnp.zeros_like(rows.query)
+    start = jnp.full(shape, tiles.blind, tiles.dtype), jnp.zeros(shape, tiles.dtype), jnp.zeros_like(rows.query)
     highest, total, mean = lax.fori_loop(0, rows.blocks, add, start)
-    attends = total != 0  # True for NaN, so that it propagates
-    total = jnp.where(attends, total, 1)
+    attends = highest != tiles.blind  # True for NaN, so that it propagates
+    total = jnp.where(attends, jnp.where(highest == tiles.overflown, jnp.nan, total), 1)
     return mean / as_matrices(total), jnp.where(attends, highest + jnp.log(total), jnp.inf)

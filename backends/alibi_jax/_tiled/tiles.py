@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from alibi_core.backend import reach_of, relative_points
-from alibi_jax._call import Operands
+from alibi_jax._call import Operands, lowest_scores
 from alibi_jax._compatible import materialised
 from alibi_jax._plan import needed_keys
 
@@ -151,6 +151,7 @@ class Tiles:
         call, sizes = operands.call, Sizes.of(operands, all_heads)
         num_kv_heads, group = sizes.whole[1:3]
         self.call, self.sizes, self.dtype = call, sizes, call.working_dtype
+        self.blind, self.overflown = lowest_scores(self.dtype)
         self.q_len = sizes.grid[3] * sizes.tile[3]  # padded to whole tiles
         self.has_other_keys = operands.other_keys is not None
         self.jobs = _jobs(operands, sizes)
@@ -273,7 +274,8 @@ class Tiles:
             slopes = jnp.where(is_ahead, rows.future_slopes, slopes)
         # Scale the scores, not the query: XLA flushes subnormal numbers to 0, and scaled tiny queries may be subnormal.
         products = jnp.einsum("bhrd,bhkd->bhrk", rows.query, key).reshape(*self._grouped(rows), -1) * self.call.scale
-        return Block(starts, key, value, jnp.where(visible, products + slopes * reach, -jnp.inf), reach, is_ahead)
+        scores = jnp.where(visible, jnp.maximum(products + slopes * reach, self.overflown), -jnp.inf)
+        return Block(starts, key, value, scores, reach, is_ahead)
 
     def _grouped(self, rows: Rows) -> tuple[int, ...]:
         return *rows.query.shape[:2], *self.sizes.tile[2:4]

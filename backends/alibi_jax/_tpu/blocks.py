@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from alibi_jax._call import lowest_scores
 from alibi_jax._tpu.shape import LANES, KernelShape
 
 LOG2_E = 1.4426950408889634
 # NumPy float32 scalars: with jax_enable_x64, Python floats would become float64, which the TPU compiler lacks.
-HIDDEN = np.float32(-1e30)  # the score of a masked key; finite, because inf - inf is NaN
 ZERO, ONE = np.float32(0), np.float32(1)
+BLIND, OVERFLOWN = lowest_scores(np.float32)
 
 
 class Place(NamedTuple):

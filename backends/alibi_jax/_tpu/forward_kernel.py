@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._compatible import local
-from alibi_jax._tpu.blocks import HIDDEN, LOG2_E, ONE, ZERO, Bias, Branch, Place, lanes, product
+from alibi_jax._tpu.blocks import BLIND, LOG2_E, ONE, OVERFLOWN, Bias, Branch, Place, lanes, product
 from alibi_jax._tpu.shape import LANES, KernelShape
 from alibi_jax._tpu.tables import Inputs
 from alibi_jax._tpu.walk import query_specs, run, walk_over_keys
@@ -27,6 +27,7 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> list
     operands, of_queries, scratch = query_specs(shape, inputs)
     scratch |= {name: pltpu.VMEM((shape.q_block, LANES), jnp.float32) for name in ("largest", "total")}
     scratch["sums"] = pltpu.VMEM((shape.q_block, head_dim), jnp.float32)
+    scratch["sees_block"] = pltpu.SMEM((1,), jnp.int32)  # 1 if all queries see all keys of a block
     dtype = jnp.float32 if with_log_sum_exps else inputs.query.dtype
     results = {"result": (local(inputs.query.shape, dtype), of_queries)}  # [1, q_block, head_dim]
     if with_log_sum_exps:
@@ -36,11 +37,12 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> list
     def kernel(refs: Any) -> None:
         _attend_to_all(shape, refs)
         weight = jnp.broadcast_to(jnp.sum(refs.total[...], axis=1)[:, None], refs.total.shape)
-        sees = weight != 0  # True for NaN, so that it propagates
-        refs.result[0] = (refs.sums[...] / lanes(jnp.where(sees, weight, ONE), head_dim)).astype(dtype)
+        largest = jnp.maximum(refs.largest[...], jnp.where(refs.sees_block[0] == 1, OVERFLOWN, BLIND))
+        sees = largest != BLIND  # True for NaN, so that it propagates
+        weight = jnp.where(sees, jnp.where(largest == OVERFLOWN, np.float32(jnp.nan), weight), ONE)
+        refs.result[0] = (refs.sums[...] / lanes(weight, head_dim)).astype(dtype)
         if with_log_sum_exps:
-            logarithms = refs.largest[...] + jnp.log2(jnp.where(sees, weight, ONE))
-            refs.log_sum_exps[0] = jnp.where(sees, logarithms, np.float32(jnp.inf)).T[:1]
+            refs.log_sum_exps[0] = jnp.where(sees, largest + jnp.log2(weight), np.float32(jnp.inf)).T[:1]
 
     # A block of the result may overwrite its queries: no other program reads them, nor does a backward pass.
     aliases = {} if with_log_sum_exps else {"query": "result"}
@@ -55,15 +57,18 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
     both ``[q_block, LANES]``; ``sums`` are the weighted values, ``[q_block, head_dim]``.
     """
     largest, total, sums = refs.largest, refs.total, refs.sums
-    largest[...] = jnp.full_like(largest, HIDDEN)
+    refs.sees_block[0] = 0
+    largest[...] = jnp.full_like(largest, BLIND)
     total[...] = jnp.zeros_like(total)
     sums[...] = jnp.zeros_like(sums)
 
     def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
         scores = product(refs.query[0], keys, (1, 1))  # [q_block, kv_block]
         logits = scores * (shape.call.scale * LOG2_E) + bias.keys
-        if bias.visible is not None:
-            logits = jnp.where(bias.visible, logits, HIDDEN)
+        if bias.visible is None:
+            refs.sees_block[0] = 1  # in place of a maximum with OVERFLOWN for each row
+        else:
+            logits = jnp.where(bias.visible, jnp.maximum(logits, OVERFLOWN), -jnp.inf)
         before = largest[...]
         most = jnp.max(logits, axis=1)[:, None]
         if bias.queries is not None:
@@ -71,9 +76,6 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
         now = jnp.maximum(before, most)  # [q_block, LANES]
         subtracted = now if bias.queries is None else now - bias.queries
         weights = jnp.exp2(logits - lanes(subtracted, shape.kv_block))
-        if bias.visible is not None:
-            # In a row without a visible key so far, all logits are HIDDEN, and their weights would be 1.
-            weights = jnp.where(bias.visible, weights, ZERO)
         # Rescale the sums so far to the new maximum.
         decay = jnp.exp2(before - now)
         # Sum the rounded weights, because the product uses them: then the mean of equal values is exact.

@@ -10,9 +10,9 @@ from jax import lax
 
 from alibi_core import slopes as canonical_slopes
 from alibi_core.backend import LENGTH_FIRST, AttentionCall, checks
-from alibi_core.backend.sharding import Shards, check_shard_slopes
+from alibi_core.backend.sharding import Shards, check_shard_slopes, divided_along
 from alibi_jax._call import operands_of
-from alibi_jax._compatible import varying, varying_alike
+from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch import Implementation, checked, name_of
 from alibi_jax.parallel._ring import Ring, ring_attention
 
@@ -88,7 +88,7 @@ def attention(
     for name, array in (("query", query), ("key", key)):
         if checks.array(name, array).ndim != 4:
             raise ValueError(f"{name} must have shape (batch, shard_len, heads, head_dim), got {array.shape}")
-    given = _default_slopes(query, key, axis_name, head_axis, head_shards) if slopes is None else slopes
+    given = _default_slopes(query, axis_name, head_axis, head_shards) if slopes is None else slopes
     local, local_future = (
         _local_slopes(name, x, query.shape[2], head_axis, head_shards)
         for name, x in (("slopes", given), ("future_slopes", future_slopes))
@@ -136,12 +136,9 @@ def _axis_size(axis_name: Any, argument: str) -> int:
         ) from error
 
 
-def _default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
+def _default_slopes(query: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
     """Return the canonical slopes of all devices' heads; raise if the number of heads may be sharded unknown to us."""
-    axes = varying(query)
-    if axis_name not in varying(key):  # check_vma=False: varying axes are not tracked, assume all
-        axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    others = sorted(axes - {axis_name})
+    others = [name for name in divided_along(jnp, query) if name != axis_name]
     if head_axis is None and others:
         raise ValueError(
             f"slopes must be given, or head_axis, where query is divided along {', '.join(map(repr, others))} too, as "
