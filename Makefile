@@ -9,13 +9,14 @@
 # make docs    the site, in out/site; a warning is an error
 # make check   the conformance kit: is every installed backend ALiBi?
 # make bench   speed and memory, against peers
+# make build   what a release publishes, in dist
 # Each sets up .venv by itself, with the versions of constraints.txt; users install without them.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet
-PIP := $(INSTALL) --constraint constraints.txt
+INSTALL = $(RUN) -m pip --disable-pip-version-check install --quiet
+PIP = $(INSTALL) --constraint constraints.txt
 OUT ?= out
 
 # The TPU's compiler is installed for the tests; where there is no accelerator, JAX need not look for one.
@@ -32,10 +33,6 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PIP) --editable '.[all,dev]'
 	@touch $@
 
-$(VENV)/ready-bench: $(VENV)/ready
-	$(PIP) --editable '.[bench]'
-	@touch $@
-
 $(VENV)/ready-docs: $(VENV)/ready
 	$(PIP) --editable '.[docs]'
 	@touch $@
@@ -50,7 +47,7 @@ NEWEST := $(OUT)/newest/bin/python
 
 $(OUT)/newest/ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(@D)
-	$(NEWEST) -m pip --disable-pip-version-check install --quiet '$(TORCH)' --editable '.[all,dev,docs,bench]'
+	$(NEWEST) -m pip --disable-pip-version-check install --quiet '$(TORCH)' --editable '.[all,dev,docs]'
 	@touch $@
 
 demo: $(VENV)/ready
@@ -103,7 +100,7 @@ format: $(VENV)/ready
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(VENV)/ready-bench
+bench: $(VENV)/ready
 	$(RUN) -m benchmarks.bias --output $(OUT)
 	$(RUN) -m benchmarks.attention --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend jax --output $(OUT)
@@ -111,10 +108,16 @@ bench: $(VENV)/ready-bench
 	$(RUN) -m benchmarks.models --output $(OUT)
 	$(RUN) -m benchmarks.parallel --output $(OUT)
 
-build: $(VENV)/ready
+# The wheel, the sdist and the golden vectors, by the wheel itself and its few dependencies.
+build: RUN := $(OUT)/build/bin/python
+build:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(OUT)/build
+	$(PIP) build
 	$(RUN) -m build
+	$(INSTALL) dist/*.whl
 	$(RUN) -m alibi_core golden write dist/golden-vectors
-	cd dist && ../$(RUN) -m zipfile --create alibi-golden-vectors.zip golden-vectors
+	cd dist && $(PYTHON) -m zipfile --create alibi-golden-vectors.zip golden-vectors
 
 clean:
 	rm -rf $(VENV) $(OUT) dist .hypothesis .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,6 @@
 """The command ``alibi-core``: its arguments, exit statuses and error messages.
 
-Each command imports its requirements when it runs: tables and ``explain`` of a checkpoint need the core alone, the
-conformance kit needs its extra.
+Each command imports its requirements when it runs.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from alibi_core._arrays import checks
 from alibi_core._cli.tables import print_table
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -19,11 +20,14 @@ def add_commands(commands: Any) -> None:
     """Add the commands of this file to a parser."""
     check = commands.add_parser("conformance", help="hold implementations to the laws of ALiBi")
     check.add_argument(
+        "names", nargs="*", metavar="NAME", help="backends, such as alibi_torch. Default: every installed one"
+    )
+    check.add_argument(
         "--adapter",
         action="append",
+        default=[],
         metavar="PACKAGE.MODULE:NAME",
-        help="an adapter, its class, or a function that returns one or several; may be repeated. Default: every "
-        "installed backend",
+        help="an adapter of your own, its class, or a function that returns one or several; may be repeated",
     )
     check.add_argument(
         "--dtype",
@@ -63,24 +67,23 @@ def _conformance(options: argparse.Namespace) -> int:
     from alibi_core.conformance import ENTRY_POINTS, LAWS, Report, Settings, supervised
 
     # Refuse unknown names before any adapter is loaded.
-    unknown = set(options.law or ()) - {law.name for law in LAWS}
-    if unknown:
-        known = ", ".join(law.name for law in LAWS)
-        raise ValueError(f"--law must be one of {known}, got {min(unknown)!r}")
+    registered = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    laws = checks.some_of("--law", options.law or (), [law.name for law in LAWS])
+    checks.some_of("NAME, unlike --adapter,", options.names, sorted(registered))
     if options.seed < 0:
         raise ValueError(f"--seed must not be negative, got {options.seed}")
     if not 0 < options.time_limit < 1e6:
         raise ValueError(f"--time-limit must be positive, below a million seconds, got {options.time_limit:g}")
     if options.json is not None:
         Path(options.json).touch()  # raises for an unwritable file before anything is checked
-    registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
+    asked = bool(options.names or options.adapter)
     # Default: every registered backend, in float32.
-    sources = options.adapter or [entry.value for entry in registered]
+    sources = [registered[name] for name in (options.names if asked else sorted(registered))] + options.adapter
     dtypes = options.dtype or (["all"] if options.adapter else ["float32"])
     settings = Settings(
         profile=options.profile,
         seed=options.seed,
-        laws=tuple(options.law or ()),
+        laws=laws,
         time_limit=options.time_limit,
         dtypes=() if "all" in dtypes else tuple(dtypes),
     )
@@ -93,16 +96,16 @@ def _conformance(options: argparse.Namespace) -> int:
             reports += [(source, found)] if isinstance(found, Report) else []
     if reports:
         _print([report for _, report in reports])
-    # A backend that is not installed is reported; a missing --adapter is an error, below.
-    for source, reason in () if options.adapter else missing:
+    # A backend that is not installed is reported; if it was asked for, it is an error, below.
+    for source, reason in () if asked else missing:
         print(f"Not checked: {source} ({reason}).")
     # Without a report, or without one of the adapters that were asked for, nothing has passed.
-    passed = bool(reports) and not (missing and options.adapter) and all(report.passed for _, report in reports)
+    passed = bool(reports) and not (missing and asked) and all(report.passed for _, report in reports)
     entries = [{"source": source, "passed": report.passed, "report": report.to_dict()} for source, report in reports]
     _write_json(options.json, {"passed": passed, "reports": entries})
-    if missing and options.adapter:
+    if missing and asked:
         raise ValueError(
-            "--adapter must be package.module:NAME of an adapter, in a module that can be imported here, got "
+            "NAME and --adapter must be of adapters in modules that can be imported here, got "
             + ", ".join(f"{source} ({reason})" for source, reason in missing)
         )
     if not reports:

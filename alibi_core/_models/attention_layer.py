@@ -174,8 +174,8 @@ class BaseAttention(Module):
         Args:
             x: ``[batch, length, embed_dim]``.
             mask: Booleans or integers 0 and 1, True where a query may look: ``[batch, kv_len]`` for padding, or with
-                axes that broadcast to ``[batch, num_heads, length, kv_len]``. ``kv_len`` counts the cached tokens, too.
-                (In JAX it is the cache's ``max_length``: all slots.)
+                axes that broadcast to ``[batch, num_heads, length, kv_len]``. ``kv_len`` counts the cached tokens, too,
+                and may go on over unused slots of the cache.
             segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
                 ``kv_len`` tokens).
             cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.
@@ -279,10 +279,10 @@ def scaled(x: Any, factor: float) -> Any:
 def cache_lengths(caches: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Return the caches that are changed in place, with their lengths, for :func:`truncate`.
 
-    Skipped are JAX's caches, which are immutable tuples, and caches of other libraries, which lack ``truncate`` or
-    ``lengths``.
+    Skipped are caches of other libraries, which lack ``truncate`` or ``lengths``. (JAX's are immutable: to truncate
+    them changes nothing.)
     """
-    own = [x for x in caches if hasattr(x, "truncate") and hasattr(x, "lengths") and not isinstance(x, tuple)]
+    own = [x for x in caches if hasattr(x, "truncate") and hasattr(x, "lengths")]
     return [(cache, cache.length if cache.lengths is None else cache.lengths) for cache in own]
 
 

@@ -16,7 +16,7 @@ from alibi_core._models.config import AlibiConfig
 from alibi_core._models.decoders import family_of
 from alibi_core._models.encoders import MODEL_TYPE, encoder_of
 from alibi_core._models.families import Family, Layout, Settings
-from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
+from alibi_core._safetensors import StoredTensor, read_json, some, stored_tensors
 from alibi_core._slopes import slope_values
 
 HEAD = "lm_head.weight"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from alibi_core._models.attention_layer import LayerShape
-from alibi_core._models.safetensors import some
+from alibi_core._safetensors import some
 
 KEY = "alibi_core"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,23 @@ def check_span(length: int, q_len: int) -> None:
         raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
     if length < q_len:
         raise ValueError(f"query must be of the {length} last tokens, whose keys are all held, got q_len {q_len}")
+
+
+def over_keys(fit: Callable[[Any], Any], mask: Any, segment_ids: Any) -> dict[str, Any]:
+    """Return ``mask`` and ``segment_ids`` with ``fit`` applied to the arrays whose last axis is that of cached keys."""
+
+    def fitted(array: Any) -> Any:
+        return fit(array) if getattr(array, "shape", ()) else array
+
+    if isinstance(segment_ids, tuple) and len(segment_ids) == 2:
+        segment_ids = segment_ids[0], fitted(segment_ids[1])
+    return {"mask": fitted(mask), "segment_ids": segment_ids}
+
+
+def check_covered(columns: int, length: int | None) -> None:
+    """Check that a mask or segment ids of ``columns`` keys are of all ``length`` cached tokens (None if unknown)."""
+    if length is not None and columns < length:
+        raise ValueError(f"mask and segment_ids must be of all {length} cached tokens, got {columns}")
 
 
 def cache_summary(name: str, shape: tuple[int, ...], length: Any, capacity: Any, nbytes: int) -> str:

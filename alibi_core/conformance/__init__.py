@@ -28,14 +28,6 @@ A package registers its adapters for :func:`installed_adapters` under this group
 'alibi_core.conformance'
 """
 
-from alibi_core._extras import install_hint as _install_hint
-
-try:
-    import safetensors as _safetensors  # noqa: F401
-except ModuleNotFoundError as error:
-    _message = f"alibi_core.conformance needs {error.name}; {_install_hint('conformance')}"
-    raise ModuleNotFoundError(_message, name=error.name) from error
-
 from alibi_core.conformance.adapter import FEATURES, Adapter
 from alibi_core.conformance.check import check
 from alibi_core.conformance.golden import GoldenError, check_golden, write_golden

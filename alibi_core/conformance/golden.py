@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-from safetensors.numpy import save
 
 import alibi_core
+from alibi_core._safetensors import DTYPES as STORED
+from alibi_core._safetensors import FLOATING, NAMES, content_of, tensors_in
 from alibi_core._slopes import slope_values
 from alibi_core.conformance.caller import MASKED
 from alibi_core.conformance.case import FAR, Case, Sizes
@@ -27,9 +27,6 @@ FORMAT, RESULTS_FORMAT, VERSION, RESULTS_VERSION = "alibi-golden", "alibi-golden
 INDEX, RESULTS_INDEX, ABOUT = "index.json", "results.json", "FORMAT.md"
 DTYPES = tuple(UNIT_ROUNDOFF)
 MOST_HEADS = 128
-# By names in safetensors. NumPy has no bfloat16: its bits are the upper half of float32's.
-FLOATING = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-OTHERS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}
 
 SQUARE, FEWER, GROUPED = Sizes(2, 3, 1, (7, 7), 5), Sizes(1, 3, 1, (5, 11), 3), Sizes(2, 2, 2, (7, 7), 3)
 EIGHT, TWELVE = Sizes(1, 8, 1, (9, 9), 4), Sizes(1, 12, 1, (6, 6), 2)
@@ -175,7 +172,7 @@ def write_golden(directory: str | Path) -> Path:
     about = Path(__file__).with_name(ABOUT).read_text(encoding="utf-8")
     tensors: dict[str, dict[str, Values]] = {}
     lines = [_line(*entry, tensors.setdefault(entry[0]["file"], {})) for entry in _entries()]
-    files = {ABOUT: about.encode()} | {name: save(found, {"format": FORMAT}) for name, found in tensors.items()}
+    files = {ABOUT: about.encode()} | {name: content_of(found, {"format": FORMAT}) for name, found in tensors.items()}
     index = {
         "format": FORMAT,
         "version": VERSION,
@@ -201,7 +198,7 @@ def _line(
     """Return the entry of a case in the index, and add its tensors to ``tensors``, those of its file."""
 
     def stored(name: str, array: Values) -> dict[str, Any]:
-        tensors[f"{about['id']}/{name}"] = np.ascontiguousarray(array)
+        tensors[f"{about['id']}/{name}"] = array
         return {"tensor": f"{about['id']}/{name}", "shape": list(array.shape)}
 
     def budget(name: str, found: Any) -> dict[str, Any]:
@@ -209,12 +206,11 @@ def _line(
             return {"relative": found[0], "absolute": found[1]}
         return {"tensor": stored(name, found)["tensor"]}
 
-    names = {np.dtype(own): name for name, own in (FLOATING | OTHERS).items() if name != "BF16"}
     expected = {
         name: stored(name, x) | {"budgets": {dtype: budget(f"budget/{dtype}/{name}", y) for dtype, y in by.items()}}
         for name, (x, by) in results.items()
     }
-    given = {name: stored(f"input/{name}", x) | {"dtype": names[x.dtype]} for name, x in inputs.items()}
+    given = {name: stored(f"input/{name}", x) | {"dtype": NAMES[x.dtype]} for name, x in inputs.items()}
     return about | {"inputs": given, "expected": expected}
 
 
@@ -370,7 +366,7 @@ def check_golden(directory: str | Path, results: str | Path) -> Report:
             raise GoldenError(f"{directory / entry['name']}: must have the SHA-256 {entry['sha256']}")
         # FORMAT.md is checked by its hash alone.
         if entry["name"].endswith(".safetensors"):
-            golden |= _tensors(directory / entry["name"], content)
+            golden |= _tensors(directory / entry["name"])
     path = results / RESULTS_INDEX
     about = _read_json(path, RESULTS_FORMAT, range(RESULTS_VERSION, RESULTS_VERSION + 1))
 
@@ -390,7 +386,8 @@ def check_golden(directory: str | Path, results: str | Path) -> Report:
     offered: dict[str, Values] = {}
     known = {x["tensor"] for case in index["cases"] for x in case["expected"].values()}
     for file in about["files"]:
-        for name, (kind_of, array) in _tensors(results / str(file), _file_in(results, file)).items():
+        _file_in(results, file)
+        for name, (kind_of, array) in _tensors(results / str(file)).items():
             require(name not in offered, f"{name!r} is in another file, too")
             require(name in known, f"{name!r} is no result of the golden vectors")
             require(kind_of in FLOATING, f"{name!r} must have one of the dtypes {', '.join(FLOATING)}, got {kind_of}")
@@ -451,19 +448,13 @@ def _read_json(path: Path, kind: str, versions: range) -> dict[str, Any]:
     return content
 
 
-def _tensors(path: Path, content: bytes) -> dict[str, tuple[str, Values]]:
+def _tensors(path: Path) -> dict[str, tuple[str, Values]]:
     """Return the tensors of a safetensors file in float64, with the names of their dtypes."""
     try:
-        stored = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise GoldenError(f"{path}: is no valid safetensors file, {str(error)[:200]}") from None
-    tensors: dict[str, tuple[str, Values]] = {}
-    for name, entry in stored:
-        kind = entry["dtype"]
-        if kind not in FLOATING | OTHERS:
-            raise GoldenError(f"{path}: {name!r} has the dtype {kind}, which is none of {', '.join(FLOATING | OTHERS)}")
-        values = np.frombuffer(entry["data"], (FLOATING | OTHERS)[kind])
-        if kind == "BF16":
-            values = (values.astype("<u4") << np.uint32(16)).view("<f4")
-        tensors[name] = kind, values.reshape(entry["shape"]).astype(np.float64)
-    return tensors
+        stored = tensors_in(path)
+    except ValueError as error:
+        raise GoldenError(str(error)) from None
+    for name, tensor in stored.items():
+        if tensor.dtype not in STORED:
+            raise GoldenError(f"{path}: {name!r} must have one of the dtypes {', '.join(STORED)}, got {tensor.dtype}")
+    return {name: (tensor.dtype, tensor.read().astype(np.float64)) for name, tensor in stored.items()}

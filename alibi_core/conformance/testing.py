@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._extras import install_hint
 from alibi_core.conformance.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes, draw_case
 from alibi_core.conformance.data import DATA, STEEP
 from alibi_core.conformance.laws import LONGER
@@ -37,7 +36,7 @@ try:
     from hypothesis import settings
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
-    message = f"alibi_core.conformance.testing needs {error.name}; {install_hint('conformance')}"
+    message = f"alibi_core.conformance.testing needs {error.name}; install with pip install hypothesis"
     raise ModuleNotFoundError(message, name=error.name) from error
 
 # fmt: off

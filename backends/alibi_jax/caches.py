@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ import numpy as np
 from alibi_core.backend import AttentionCall, checks
 from alibi_core.backend.caches import (
     cache_summary,
+    check_covered,
     check_indices,
     check_lengths,
     check_new_tokens,
     check_room,
     check_span,
+    over_keys,
 )
 from alibi_core.backend.checks import explains_keywords, host_values, non_negative_int, positive_int
 from alibi_core.backend.horizon import norm_bounds
@@ -29,75 +32,85 @@ from alibi_jax._plan import NORM_BLOCK
 __all__ = ["KVCache"]
 
 
-class KVCache(NamedTuple):
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class KVCache:
     """A key/value cache of fixed size: a pytree to pass through ``jax.jit`` or carry through ``jax.lax.scan``.
 
     Its shapes are constant, so one compiled step serves an entire decoding loop. Caches are immutable: each operation
-    returns a new cache. Make an empty one by :meth:`make`.
+    returns a new cache.
 
     Traced values (under ``jax.jit``, for example) cannot raise errors. Instead, a cache that overflows, or gets invalid
     lengths, returns NaN from then on.
 
     Attributes:
-        key: ``[batch, num_kv_heads, max_length, head_dim]``; slots from ``length`` on are unused. Heads come first, so
-            that the keys of one head are contiguous.
-        value: ``[batch, num_kv_heads, max_length, head_dim]``, in use as ``key``.
-        key_norms: ``[batch, num_kv_heads, blocks]``, float32 (float64 for float64 keys): upper bounds of the norms of
-            each block of 128 keys, from which the horizon of a query follows.
-        length: Number of cached tokens, int32: a scalar, or ``[batch]`` if the lengths of rows differ.
+        keys: ``[batch_size, num_kv_heads, max_length, head_dim]``; slots from ``length`` on are unused. Heads come
+            first, so that the keys of one head are contiguous.
+        values: ``[batch_size, num_kv_heads, max_length, head_dim]``, in use as ``keys``.
+        key_norms: ``[batch_size, num_kv_heads, blocks]``, float32 (float64 for float64 keys): upper bounds of the norms
+            of each block of 128 keys, from which the horizon of a query follows.
+
+    Args:
+        batch_size: Number of sequences.
+        num_kv_heads: Number of key/value heads.
+        max_length: Capacity, in tokens.
+        head_dim: Features per head.
+        dtype: Dtype of keys and values.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a size is less than 1.
 
     Example:
-        >>> cache = KVCache.make(1, 2, 5, 4).append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
+        >>> cache = KVCache(1, 2, 5, 4).append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
         >>> cache.attend(jnp.ones((1, 1, 2, 4))).shape
         (1, 1, 2, 4)
         >>> cache
         KVCache(batch_size=1, num_kv_heads=2, head_dim=4, length=3, max_length=5, nbytes=320)
     """
 
-    key: jax.Array
-    value: jax.Array
+    keys: jax.Array
+    values: jax.Array
     key_norms: jax.Array
-    length: jax.Array
+    _ends: jax.Array  # number of cached tokens, int32: a scalar, or [batch_size] if the lengths of rows differ
 
-    @classmethod
-    def make(
-        cls, batch_size: int, num_kv_heads: int, max_length: int, head_dim: int, *, dtype: Any = jnp.float32
-    ) -> KVCache:
-        """Return an empty cache.
-
-        Args:
-            batch_size: Number of sequences.
-            num_kv_heads: Number of key/value heads.
-            max_length: Capacity, in tokens.
-            head_dim: Features per head.
-            dtype: Dtype of keys and values.
-
-        Raises:
-            TypeError: If an argument is of the wrong kind.
-            ValueError: If a size is less than 1.
-        """
+    def __init__(
+        self, batch_size: int, num_kv_heads: int, max_length: int, head_dim: int, *, dtype: Any = jnp.float32
+    ) -> None:
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
         shape = tuple(positive_int(name, n) for name, n in sizes.items())
         dtype = floating_dtype("dtype", dtype)
         norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), np.promote_types(dtype, np.float32))
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
+        self._set(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
+
+    def _set(self, *leaves: Any) -> KVCache:
+        vars(self).update(zip(_LEAVES, leaves, strict=True))
+        return self
+
+    @property
+    def length(self) -> jax.Array:
+        """Number of cached tokens, int32; of the longest row, if the lengths of rows differ."""
+        return self._ends if self.lengths is None else jnp.max(self._ends)
+
+    @property
+    def lengths(self) -> jax.Array | None:
+        """The length of each row, ``[batch_size]`` int32; None while all rows have equal lengths."""
+        return self._ends if getattr(self._ends, "ndim", 0) else None
 
     @property
     def max_length(self) -> int:
         """Capacity, in tokens."""
-        return int(self.key.shape[2])
+        return int(self.keys.shape[2])
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, unused capacity included."""
-        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (self.key, self.value))
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (self.keys, self.values))
 
     def __repr__(self) -> str:
-        if len(getattr(self.key, "shape", ())) != 4:  # a pytree with other leaves, such as shardings
-            fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
-            return f"KVCache({fields})"
-        batch_size, num_kv_heads, max_length, head_dim = self.key.shape
-        held = _concrete(jnp.max(self.length) if getattr(self.length, "ndim", 0) else self.length)
+        if len(getattr(self.keys, "shape", ())) != 4:  # a pytree with other leaves, such as shardings
+            return f"KVCache({', '.join(f'{name}={x!r}' for name, x in vars(self).items())})"
+        batch_size, num_kv_heads, max_length, head_dim = self.keys.shape
+        held = _concrete(self.length)
         sizes, length = (batch_size, num_kv_heads, head_dim), "traced" if held is None else held
         return cache_summary("KVCache", sizes, length, max_length, self.nbytes)
 
@@ -108,37 +121,36 @@ class KVCache(NamedTuple):
             key: ``[batch, new, num_kv_heads, head_dim]``.
             value: ``[batch, new, num_kv_heads, head_dim]``.
             lengths: ``[batch]`` integers: the number of new tokens in each row, for prompts of different lengths with
-                padding at the end. Later tokens follow them directly, and ``length`` is ``[batch]`` from then on.
-                Default: all ``new`` tokens.
+                padding at the end. Later tokens follow them directly. Default: all ``new`` tokens.
 
         Raises:
             TypeError: If an argument is no floating array of four axes.
             ValueError: If sizes or dtype differ from the cache's, or the cache is full (if its length is not traced).
         """
-        if self.key.ndim != 4:
+        if self.keys.ndim != 4:
             raise ValueError(
-                f"cache.key must have shape (batch, num_kv_heads, max_length, head_dim), got {self.key.shape}"
+                f"cache.keys must have shape (batch, num_kv_heads, max_length, head_dim), got {self.keys.shape}"
             )
-        batch_size, num_kv_heads, max_length, head_dim = self.key.shape
+        batch_size, num_kv_heads, max_length, head_dim = self.keys.shape
         sizes = batch_size, num_kv_heads, head_dim, head_dim
-        check_new_tokens(jnp, key, value, sizes, self.key.dtype, length_axis=1)
+        check_new_tokens(jnp, key, value, sizes, self.keys.dtype, length_axis=1)
         new = key.shape[1]
-        if lengths is not None or jnp.ndim(self.length):
+        if lengths is not None or self.lengths is not None:
             return self._append_by_row(key, value, _counts(lengths, batch_size, new, max_length))
-        check_room(new, max_length, _concrete(self.length))
+        check_room(new, max_length, _concrete(self._ends))
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         norms = norm_bounds(key.astype(self.key_norms.dtype))  # [batch, num_kv_heads, new]
-        blocks = (self.length + jnp.arange(new)) // NORM_BLOCK
-        return KVCache(
-            jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2),
-            jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2),
+        blocks = (self._ends + jnp.arange(new)) // NORM_BLOCK
+        return _cache(
+            jax.lax.dynamic_update_slice_in_dim(self.keys, key, self._ends, axis=2),
+            jax.lax.dynamic_update_slice_in_dim(self.values, value, self._ends, axis=2),
             jnp.asarray(self.key_norms).at[:, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
-            self.length + new,
+            self._ends + new,
         )
 
     def _append_by_row(self, key: jax.Array, value: jax.Array, counts: jax.Array) -> KVCache:
-        length = self.length + counts  # [batch]
-        held, most = _concrete(jnp.max(self.length)), _concrete(jnp.max(length))
+        length = self._ends + counts  # [batch]
+        held, most = _concrete(self.length), _concrete(jnp.max(length))
         if held is not None and most is not None:
             check_room(most - held, self.max_length, held)
         # jax.vmap requires equal shardings of the mapped axis: derive starts and counts from an array of the cache.
@@ -159,8 +171,8 @@ class KVCache(NamedTuple):
                 key_norms.at[:, blocks].max(norms, mode="drop"),
             )
 
-        held_arrays = tuple(map(jnp.asarray, (self.key, self.value, self.key_norms)))
-        return KVCache(*jax.vmap(appended)(held_arrays, key, value, starts, like + counts), starts + counts)
+        held_arrays = tuple(map(jnp.asarray, (self.keys, self.values, self.key_norms)))
+        return _cache(*jax.vmap(appended)(held_arrays, key, value, starts, like + counts), starts + counts)
 
     @explains_keywords
     def attend(
@@ -182,37 +194,47 @@ class KVCache(NamedTuple):
         Arguments that are not listed are those of :func:`alibi_jax.attention`.
 
         - ``query``: ``[batch, q_len, num_heads, head_dim]``, the queries of the last ``q_len`` tokens.
-        - ``mask``, ``segment_ids``: Arrays over all ``max_length`` slots; unused slots are masked anyway.
+        - ``mask``: Booleans over all cached tokens; ``segment_ids``: a pair, for the queries and for all cached tokens.
+          Both may go on over unused slots, which are masked anyway: arrays over all ``max_length`` slots serve a
+          decoding loop in one compiled step.
         - ``lengths``: ``[batch]`` integers: the number of queries in each row, as given to :meth:`append`; results of
           the padding are undefined. Default: all ``q_len`` queries.
 
         Returns:
             ``[batch, q_len, num_heads, head_dim]``; NaN if the length is traced and the cache has overflowed or has
-            fewer tokens than there are queries.
+            fewer tokens than there are queries, or more than the mask or segment ids are of.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
             ValueError: If there are more queries than cached tokens, or a value or a shape is wrong.
         """
         checked(implementation)
-        rules = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale, "law": law}
+        widths = [self.max_length]  # the columns of arrays over keys
+
+        def over_slots(array: Any) -> Any:
+            widths.append(array.shape[-1])
+            check_covered(array.shape[-1], _concrete(self.length))
+            return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, max(self.max_length - array.shape[-1], 0))])
+
+        rules = {"window_size": window_size, "scale": scale, "law": law}
+        rules |= over_keys(over_slots, mask, segment_ids)
         # Validate in heads-first layout: transposing the cache would copy it.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
         q_len = heads_first.shape[-2]
-        counts = q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
-        offset = self.length - counts
+        counts = q_len if lengths is None else _counts(lengths, self.keys.shape[0], q_len, self.max_length)
+        offset = self._ends - counts
         call = AttentionCall.check(
-            heads_first, self.key, self.value, slopes, q_offset=offset, tolerance=tolerance, xp=jnp, **rules
+            heads_first, self.keys, self.values, slopes, q_offset=offset, tolerance=tolerance, xp=jnp, **rules
         )
-        held = _concrete(self.length) if offset.ndim == 0 else None
+        held = _concrete(self._ends) if offset.ndim == 0 else None
         if held is not None and held <= self.max_length:
             check_span(held, call.q_len)
-        result = run(call, heads_first, self.key, self.value, implementation, self.key_norms)
+        result = run(call, heads_first, self.keys, self.values, implementation, self.key_norms)
         result = jnp.swapaxes(result, 1, 2)
         if held is not None and held <= self.max_length:
             return result
         # Traced lengths cannot raise: return NaN after an overflow, or if there are too few tokens.
-        is_right = (self.length <= self.max_length) & (offset >= 0)
+        is_right = (self._ends <= min(widths)) & (offset >= 0)
         return jnp.where(is_right if is_right.ndim == 0 else is_right[:, None, None, None], result, jnp.nan)
 
     def truncate(self, length: int | jax.Array) -> KVCache:
@@ -225,7 +247,7 @@ class KVCache(NamedTuple):
             ValueError: If ``length`` is negative or has the wrong shape.
         """
         if getattr(length, "ndim", 0):
-            length = check_lengths(jnp, "length", length, self.key.shape[0])
+            length = check_lengths(jnp, "length", length, self.keys.shape[0])
         elif not isinstance(length, jax.Array) or host_values(checks.integer_array(jnp, "length", length)) is not None:
             length = min(
                 non_negative_int("length", int(length) if isinstance(length, jax.Array) else length),
@@ -233,9 +255,9 @@ class KVCache(NamedTuple):
             )
         length = jnp.asarray(length, jnp.int32)
         # A negative length is traced, or it would have raised: it makes the cache invalid.
-        kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self.length, length))
-        length = jnp.where(self.length > self.max_length, self.length, kept)
-        return self._replace(length=length, value=_of_first(self.value, length))
+        kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self._ends, length))
+        length = jnp.where(self._ends > self.max_length, self._ends, kept)
+        return _cache(self.keys, _of_first(self.values, length), self.key_norms, length)
 
     def select_batch(self, indices: jax.Array) -> KVCache:
         """Return the cache of the sequences at ``indices``, ``[new batch]`` integers, which may repeat.
@@ -244,14 +266,29 @@ class KVCache(NamedTuple):
             TypeError: If ``indices`` are no integers.
             IndexError: If an index is out of range (if it is not traced).
         """
-        indices = check_indices(jnp, jnp.asarray(indices), self.key.shape[0])
+        indices = check_indices(jnp, jnp.asarray(indices), self.keys.shape[0])
 
         def chosen(array: jax.Array) -> jax.Array:
             """Return the rows of an array, with the array's sharding."""
             array = jnp.asarray(array)
             return array.at[indices].get(out_sharding=jax.typeof(array).sharding) if array.ndim else array
 
-        return KVCache(*map(chosen, self))
+        return jax.tree.map(chosen, self)
+
+
+_LEAVES = tuple(KVCache.__annotations__)
+
+
+def _cache(*leaves: Any) -> KVCache:
+    """Return the cache of these leaves, whatever they are."""
+    return object.__new__(KVCache)._set(*leaves)
+
+
+jax.tree_util.register_pytree_with_keys(
+    KVCache,
+    lambda cache: ([(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in vars(cache).items()], None),
+    lambda _, leaves: _cache(*leaves),
+)
 
 
 @broadcasting

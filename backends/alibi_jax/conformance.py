@@ -101,7 +101,7 @@ def _decode_step(
 ) -> tuple[jax.Array, KVCache]:
     if cache is None:
         batch, heads, _, head_dim = key.shape
-        cache = KVCache.make(batch, heads, BackendAdapter.MAX_LENGTH, head_dim, dtype=key.dtype)
+        cache = KVCache(batch, heads, BackendAdapter.MAX_LENGTH, head_dim, dtype=key.dtype)
     result: tuple[jax.Array, KVCache] = _step(implementation, query, key, value, slopes, cache)
     return result
 

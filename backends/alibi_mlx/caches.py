@@ -17,8 +17,9 @@ from alibi_core.backend.caches import (
     check_new_tokens,
     check_room,
     check_span,
+    over_keys,
 )
-from alibi_core.backend.checks import explains_keywords, non_negative_int, one_of, positive_int
+from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
 from alibi_core.backend.horizon import KeyNorms
 from alibi_mlx import _attention
 from alibi_mlx._plan import norm_bounds
@@ -35,21 +36,23 @@ class KVCache:
     It also stores bounds of key norms, from which :meth:`attend` derives the horizon.
 
     Attributes:
-        keys: ``[batch, num_kv_heads, capacity, head_dim]``; the first ``offset`` positions are in use. None while the
-            cache is empty.
-        values: ``[batch, num_kv_heads, capacity, head_dim]``, in use as ``keys``.
-        offset: Number of cached tokens; of the longest row, if the lengths of rows differ.
-        lengths: The length of each row, ``[batch]`` int32; None while all rows have equal lengths.
-        batch_size: The argument ``batch_size``.
+        keys: ``[batch_size, num_kv_heads, capacity, head_dim]``; the first ``length`` positions are in use. None while
+            the cache is empty.
+        values: ``[batch_size, num_kv_heads, capacity, head_dim]``, in use as ``keys``.
+        lengths: The length of each row, ``[batch_size]`` int32; None while all rows have equal lengths.
         max_length: The argument ``max_length``.
+        offset: mlx-lm's name of ``length``.
 
     Args:
         batch_size: Number of sequences. Default: that of the first keys.
+        num_kv_heads: Number of key/value heads. Default: that of the first keys.
         max_length: Capacity, in tokens. Default: unlimited.
+        head_dim: Features per head. Default: those of the first keys and values, which may differ.
+        dtype: Dtype of keys and values. Default: that of the first keys.
 
     Raises:
-        TypeError: If an argument is no integer.
-        ValueError: If an argument is less than 1.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a size is less than 1.
 
     Example:
         >>> cache = KVCache(max_length=5)
@@ -61,9 +64,20 @@ class KVCache:
         (2, 8, 1, 8)
     """
 
-    def __init__(self, *, batch_size: int | None = None, max_length: int | None = None) -> None:
-        self.batch_size = None if batch_size is None else positive_int("batch_size", batch_size)
-        self.max_length = None if max_length is None else positive_int("max_length", max_length)
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        num_kv_heads: int | None = None,
+        max_length: int | None = None,
+        head_dim: int | None = None,
+        *,
+        dtype: mx.Dtype | None = None,
+    ) -> None:
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
+        given = {name: size if size is None else positive_int(name, size) for name, size in sizes.items()}
+        self.max_length = given.pop("max_length")
+        self._sizes = tuple(given.values())
+        self._dtype = None if dtype is None else floating_dtype(mx, "dtype", dtype)
         self._forget()
 
     def append(self, key: mx.array, value: mx.array, *, lengths: mx.array | None = None) -> tuple[mx.array, mx.array]:
@@ -80,7 +94,7 @@ class KVCache:
             ValueError: If the cache is full, or has another batch size, shape or dtype.
         """
         if self.offset == 0:
-            self._forget()  # an empty cache accepts any sizes, also after truncation
+            self._forget()  # an empty cache accepts any keys that its arguments admit, also after truncation
         self._check_new(key, value)
         start, end = self.offset, self.offset + key.shape[-2]
         if lengths is None and self.lengths is None:
@@ -143,6 +157,7 @@ class KVCache:
         Args:
             query: ``[batch, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
             mask: Booleans over all cached tokens. ``segment_ids`` are a pair, for queries and for all cached tokens.
+                Both may go on over unused slots.
             lengths: ``[batch]`` integers: the number of queries in each row, as given to :meth:`append`; results of
                 the padding are undefined. Default: all ``q_len`` queries.
 
@@ -155,7 +170,8 @@ class KVCache:
         self._check_offset()
         if self.keys is None:
             raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
-        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "law": law}
+        rules = over_keys(lambda array: array[..., : self.offset], mask, segment_ids)
+        rules |= {"window_size": window_size, "law": law}
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
             offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
@@ -191,7 +207,7 @@ class KVCache:
             check_indices(mx, indices, self.keys.shape[0])
             self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
-        self.batch_size = None if self.batch_size is None else len(indices)
+        self._sizes = None if self._sizes[0] is None else len(indices), *self._sizes[1:]
         if self.lengths is not None:
             self._hold(self._held()[np.asarray(indices)])
 
@@ -201,7 +217,7 @@ class KVCache:
         return self.offset
 
     def __repr__(self) -> str:
-        sizes = (self.batch_size, None, None)
+        sizes = self._sizes
         if self.keys is not None:
             sizes = self.keys.shape[0], self.keys.shape[1], self.keys.shape[3]
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
@@ -309,8 +325,9 @@ class KVCache:
         like = (key, value) if self.keys is None else (self.keys, self.values)
         sizes = (0, 0, 0, 0)  # placeholder for arrays without four axes, which check_new_tokens refuses first
         if all(len(getattr(x, "shape", ())) == 4 for x in like):
-            sizes = (self.batch_size or like[0].shape[0], like[0].shape[1], like[0].shape[3], like[1].shape[3])
-        check_new_tokens(mx, key, value, sizes, getattr(like[0], "dtype", None))
+            found = (*like[0].shape[:2], like[0].shape[3], like[1].shape[3])
+            sizes = tuple(given or size for given, size in zip((*self._sizes, self._sizes[2]), found, strict=True))
+        check_new_tokens(mx, key, value, sizes, self._dtype or getattr(like[0], "dtype", None))
         self._check_offset()
 
     def _check_offset(self) -> None:

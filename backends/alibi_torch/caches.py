@@ -17,6 +17,7 @@ from alibi_core.backend.caches import (
     check_new_tokens,
     check_room,
     check_span,
+    over_keys,
 )
 from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
 from alibi_core.backend.horizon import KeyNorms
@@ -37,8 +38,8 @@ class KVCache:
     """A key/value cache of fixed capacity that appends in place and stores bounds of key norms for the horizon.
 
     Attributes:
-        key: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
-        value: ``[batch_size, num_kv_heads, max_length, head_dim]``, in use as ``key``.
+        keys: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
+        values: ``[batch_size, num_kv_heads, max_length, head_dim]``, in use as ``keys``.
         length: Number of cached tokens; of the longest row, if the lengths of rows differ.
         lengths: The length of each row, ``[batch_size]`` int64 on the CPU; None while all rows have equal lengths.
 
@@ -69,8 +70,8 @@ class KVCache:
         )
         if dtype is not None:
             floating_dtype(xp, "dtype", dtype)
-        self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        statistics = torch.promote_types(self.key.dtype, torch.float32)
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        statistics = torch.promote_types(self.keys.dtype, torch.float32)
         self._norms_by_block = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
         self._measured = 0  # the number of tokens whose norms are included
         self.length = 0
@@ -79,7 +80,7 @@ class KVCache:
     @property
     def max_length(self) -> int:
         """Capacity, in tokens."""
-        return self.key.shape[2]
+        return self.keys.shape[2]
 
     def _norms(self, near: int) -> KeyNorms:
         """Return bounds of the norms of all cached keys, except possibly the last ``near``."""
@@ -92,7 +93,7 @@ class KVCache:
         """``[batch_size, num_kv_heads, blocks]``, float32: an upper bound of the norms of each block of 128 keys."""
         if self._measured < self.length:  # lazily: short caches are never measured
             some = slice(self._measured, self.length)
-            norms = norm_bounds(self.key[:, :, some].detach())
+            norms = norm_bounds(self.keys[:, :, some].detach())
             # A shift, because Inductor of PyTorch 2.13 on CPUs leaves out the rest of n % BLOCK numbers of
             # `arange(n) // BLOCK` where n is symbolic.
             blocks = torch.arange(some.start, some.stop, device=norms.device) >> BLOCK.bit_length() - 1
@@ -103,10 +104,10 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, unused capacity included."""
-        return self.key.nbytes + self.value.nbytes
+        return self.keys.nbytes + self.values.nbytes
 
     def __repr__(self) -> str:
-        batch_size, num_kv_heads, _, head_dim = self.key.shape
+        batch_size, num_kv_heads, _, head_dim = self.keys.shape
         sizes = batch_size, num_kv_heads, head_dim
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
@@ -127,30 +128,30 @@ class KVCache:
             TypeError: If an argument is no floating tensor of four axes.
             ValueError: If the cache is full, or has another batch size, dtype or device.
         """
-        _check_appended(key, value, self.key)
+        _check_appended(key, value, self.keys)
         new = key.shape[2]
         if lengths is not None or self.lengths is not None:
             self._append_by_row(key, value, lengths)
         else:
             check_room(new, self.max_length, self.length)
-            self.key.narrow(2, self.length, new).copy_(key)
-            self.value.narrow(2, self.length, new).copy_(value)
+            self.keys.narrow(2, self.length, new).copy_(key)
+            self.values.narrow(2, self.length, new).copy_(value)
             self.length += new
         return self._held_tensors()
 
     def _held_tensors(self) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all cached tokens."""
-        return self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
+        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
 
     def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
         """Return the number of new tokens in each row, ``[batch_size]``; ``new`` without ``lengths``."""
         if lengths is None:
-            return np.full(self.key.shape[0], new)
-        return check_lengths(xp, "lengths", lengths, self.key.shape[0], new).cpu().numpy().astype(np.int64)
+            return np.full(self.keys.shape[0], new)
+        return check_lengths(xp, "lengths", lengths, self.keys.shape[0], new).cpu().numpy().astype(np.int64)
 
     def _held(self) -> np.ndarray[Any, Any]:
         """Return the number of cached tokens in each row, ``[batch_size]``."""
-        return np.full(self.key.shape[0], self.length) if self.lengths is None else self.lengths.numpy()
+        return np.full(self.keys.shape[0], self.length) if self.lengths is None else self.lengths.numpy()
 
     @_on_host
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
@@ -161,7 +162,7 @@ class KVCache:
         """Return the position of the first of the last ``new`` tokens in each row, ``[batch_size]``."""
         offsets = self._held() - self._counts(lengths, new)
         check_span(self.length, self.length - int(offsets.min()))
-        return torch.from_numpy(offsets).to(self.key.device)
+        return torch.from_numpy(offsets).to(self.keys.device)
 
     @_on_host
     def _append_by_row(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
@@ -173,7 +174,7 @@ class KVCache:
             torch.from_numpy(x).to(key.device)
             for x in (tokens.rows, tokens.columns, tokens.slots, tokens.ends[:, None], counts[:, None])
         )
-        for held, given in ((self.key, key), (self.value, value)):
+        for held, given in ((self.keys, key), (self.values, value)):
             held[:, :, self.length : end] = 0.0  # padding of shorter rows is read with weight 0, and 0 * NaN is NaN
             held[rows, :, slots] = given[rows, :, columns]
         places = torch.arange(key.shape[2], device=key.device)
@@ -208,6 +209,7 @@ class KVCache:
 
         - ``query``: ``[batch_size, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
         - ``mask``: Booleans over all cached tokens; ``segment_ids``: a pair, for the queries and for all cached tokens.
+          Both may go on over unused slots.
         - ``lengths``: ``[batch_size]`` integers: the number of queries in each row, as given to :meth:`append`; results
           of the padding are undefined. Default: all ``q_len`` queries.
 
@@ -220,22 +222,23 @@ class KVCache:
         """
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
-        given = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale}
+        given = over_keys(lambda array: array[..., : self.length], mask, segment_ids)
+        given |= {"window_size": window_size, "scale": scale}
         given |= {"tolerance": tolerance, "law": None if law == "linear" else law}
         rules: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if lengths is not None or self.lengths is not None:
             rules["q_offset"] = self._offsets(lengths, query.shape[2])
         else:
             check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
-        call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
+        call = checked(query, self.keys, self.values, slopes, used=self.length, **rules)
         key, value = self._held_tensors()
         norms = None
         # uses_norms reads Python settings, so a compiler cannot trace it.
-        if self.key.device.type != "cpu" or torch.compiler.is_compiling():
+        if self.keys.device.type != "cpu" or torch.compiler.is_compiling():
             norms = self._norms(0)
         elif uses_norms(call):
             norms = self._norms(NEAR if call.q_len == 1 and implementation in (None, "tiled") else 0)
-        return _guarded(run(call, query, key, value, implementation, norms), self.key)
+        return _guarded(run(call, query, key, value, implementation, norms), self.keys)
 
     def truncate(self, length: int | Tensor) -> None:
         """Remove all tokens after the first ``length`` of each row: a number, or ``[batch_size]`` integers.
@@ -256,11 +259,11 @@ class KVCache:
 
     @_on_host
     def _truncate_by_row(self, length: Tensor) -> None:
-        held, most = self._held(), check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
+        held, most = self._held(), check_lengths(xp, "length", length, self.keys.shape[0]).cpu().numpy()
         kept = np.minimum(held, most)
         forgotten = RowTokens.of(kept, held - kept)
-        rows, slots = (torch.from_numpy(x).to(self.key.device) for x in (forgotten.rows, forgotten.slots))
-        for tensor in (self.key, self.value):
+        rows, slots = (torch.from_numpy(x).to(self.keys.device) for x in (forgotten.rows, forgotten.slots))
+        for tensor in (self.keys, self.values):
             tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
         self._hold(kept)
 
@@ -276,10 +279,10 @@ class KVCache:
             TypeError: If ``indices`` is no integer tensor.
             IndexError: If an index is out of range.
         """
-        indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device, torch.long)
+        indices = check_indices(xp, indices, self.keys.shape[0]).to(self.keys.device, torch.long)
         # index_select rejects negative indices.
-        indices = torch.where(indices < 0, indices + self.key.shape[0], indices)
-        self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
+        indices = torch.where(indices < 0, indices + self.keys.shape[0], indices)
+        self.keys, self.values = (x.index_select(0, indices) for x in (self.keys, self.values))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])

@@ -307,5 +307,5 @@ def test_damaged_vectors_are_refused(
     with pytest.raises(GoldenError, match=reason):
         check_golden(directory, results)
     (results / "results.safetensors").write_bytes(b"damaged")
-    with pytest.raises(GoldenError, match="is no valid safetensors file"):
+    with pytest.raises(GoldenError, match="must be a whole safetensors file"):
         check_golden(golden, results)

@@ -52,17 +52,10 @@ class Cache:
         self.inner = result if self.is_functional else self.inner
 
     def attend(self, query: Any, slopes: Any = None, **rules: Any) -> np.ndarray:
-        """Return attention in float64. For JAX, a mask and segments of the cached tokens are padded to all slots."""
+        """Return attention in float64."""
         slopes = self.framework.array(np.asarray(slopes)) if isinstance(slopes, tuple) else slopes
-        if self.is_functional and isinstance(rules.get("mask"), np.ndarray):
-            rules["mask"] = self._to_all_slots(rules["mask"])
-        if self.is_functional and isinstance(rules.get("segment_ids"), tuple):
-            rules["segment_ids"] = rules["segment_ids"][0], self._to_all_slots(rules["segment_ids"][1])
         result = self.framework.numpy(self.inner.attend(self.tensor(query), slopes, **self.framework.placed(rules)))
         return np.swapaxes(result, 1, 2) if self.is_functional else result
-
-    def _to_all_slots(self, values: np.ndarray) -> np.ndarray:
-        return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, max(self.inner.max_length - values.shape[-1], 0))])
 
     def truncate(self, length: Any) -> None:
         result = self.inner.truncate(length)
@@ -74,13 +67,12 @@ class Cache:
 
     @property
     def length(self) -> int:
-        return int(np.max(np.asarray(self.inner.length)))
+        return int(self.inner.length)
 
     @property
     def lengths(self) -> Any:
         """The number of tokens of each row, or one number for all rows."""
-        is_one = self.is_functional or self.inner.lengths is None
-        return np.asarray(self.inner.length if is_one else self.inner.lengths).tolist()
+        return np.asarray(self.inner.length if self.inner.lengths is None else self.inner.lengths).tolist()
 
     @property
     def key_norms(self) -> np.ndarray:
@@ -91,12 +83,7 @@ class Cache:
 def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32") -> Cache:
     """Return a ``KVCache`` of these sizes: batch_size, num_kv_heads, max_length, head_dim."""
     framework, cache_class = FRAMEWORK[name], importlib.import_module(f"alibi_{name}").KVCache
-    batch_size, num_kv_heads, max_length, head_dim = sizes
-    if name == "mlx":  # it takes the rest from the first keys
-        return Cache(framework, cache_class(batch_size=batch_size, max_length=max_length), dtype)
-    make = cache_class if name == "torch" else cache_class.make
-    inner = make(batch_size, num_kv_heads, max_length, head_dim, dtype=getattr(framework.xp, dtype))
-    return Cache(framework, inner, dtype)
+    return Cache(framework, cache_class(*sizes, dtype=getattr(framework.xp, dtype)), dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -175,13 +162,14 @@ class Machine(RuleBasedStateMachine):
         rules: dict[str, Any] = dict(options)
         visible = np.ones((batch, new, longest + new), bool)
         if len(set(self.held)) == 1 and not is_ragged:
+            columns = int(self.random.integers(longest + new, 401))  # both may go on over unused slots
             if hidden == "mask":
-                visible = self.random.random(visible.shape) < 0.7
+                visible = self.random.random((batch, new, columns)) < 0.7
                 rules["mask"] = visible[:, None]
             if hidden == "segments":
-                ids = np.sort(self.random.integers(0, 3, (batch, longest + new))).astype(np.int32)
-                rules["segment_ids"] = ids[:, longest:], ids
-                visible = ids[:, longest:, None] == ids[:, None]
+                ids = np.sort(self.random.integers(0, 3, (batch, columns))).astype(np.int32)
+                rules["segment_ids"] = ids[:, longest : longest + new], ids
+                visible = ids[:, longest : longest + new, None] == ids[:, None]
         lengths = counts.astype(np.int32) if is_ragged else None
         self.cache.append(key, value, lengths)
         rules |= {} if lengths is None else {"lengths": lengths}
@@ -350,9 +338,8 @@ def test_sizes_may_be_small_numpy_integers_and_must_be_sizes(name: str) -> None:
     cache = keeping(name, tuple(np.uint8(n) for n in (BATCH, KV_HEADS, 200, HEAD_DIM)))
     cache.append(*zeros(200))
     assert cache.length == cache.inner.max_length == 200
+    assert cache.inner.keys.shape == cache.inner.values.shape == (BATCH, KV_HEADS, 200, HEAD_DIM)
     for index, axis in enumerate(("batch_size", "num_kv_heads", "max_length", "head_dim")):
-        if name == "mlx" and axis in ("num_kv_heads", "head_dim"):
-            continue  # it takes them from the first keys
         for size, error, told in ((0, ValueError, "be at least 1, got 0"), (2.5, TypeError, "be an integer, got 2.5")):
             with pytest.raises(error, match=f"^{axis} must {told}"):
                 keeping(name, (*SMALL[:index], size, *SMALL[index + 1 :]))
@@ -399,6 +386,10 @@ REFUSED: dict[type[Exception], list[tuple[Callable[[Cache], Any], str]]] = {
         (lambda cache: cache.append(*zeros(3), ints(1, 4)), r"lengths must be from 0 to .* tokens, 3, got \[1, 4\]"),
         (lambda cache: cache.append(*zeros(3), ints(1, -1)), "lengths must be from 0 to the number of tokens, 3"),
         (lambda cache: cache.append(*zeros(3), ints(1)), r"lengths must have shape \(2,\) \(batch_size\), got \(1,\)"),
+        (
+            lambda cache: cache.attend(queries(2), mask=cache.framework.array(np.ones((BATCH, 1, 2, 3), bool))),
+            "mask .*must",
+        ),
         (lambda cache: cache.attend(queries(5)), "query must be of the 4 last tokens, whose keys .*, got q_len 5"),
         (lambda cache: cache.attend(queries(3), implementation="fast"), "implementation must be one of .*, got 'fast'"),
         (

@@ -1,4 +1,4 @@
-"""The examples of README and of the pages in docs/ run, and links between them lead somewhere.
+"""The examples of README and of the pages in docs/ run, links lead somewhere, and command lines of all files are taken.
 
 A page's examples run in order, each on what the ones before it left. README's sections run each by itself: a reader
 takes the one that goes with their framework.
@@ -6,15 +6,20 @@ takes the one that goes with their framework.
 
 from __future__ import annotations
 
+import argparse
 import doctest
+import importlib.util
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import alibi_core
+from tests.support.cli import main
 
 ROOT = Path(__file__).parents[2]
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
@@ -31,7 +36,7 @@ NEEDS = {
     "mlx.core": r"\b(?:alibi_)?mlx\b",
     "transformers": r"\btransformers\b",
     "safetensors": r"\b(?:safetensors|\w+_weights|load_checkpoint)\b",
-    "hypothesis": r"\bconformance\b",
+    "hypothesis": r"\bhypothesis\b",
     "matplotlib": r"\bplot\b|\.figure\(",
 }
 
@@ -97,6 +102,75 @@ def test_readme_is_short_and_names_the_two_commands() -> None:
     assert text.count("\n") <= MOST_LINES
     assert "make test" in text
     assert "make demo" in text
+
+
+# --- Command lines ---
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"].keys()
+TEXTS = [*PAGES, *ROOT.glob("*.md"), ROOT / "benchmarks/README.md", ROOT / "alibi_core/conformance/FORMAT.md"]
+SCRIPTS = [ROOT / "Makefile", ROOT / ".ci/run", *(ROOT / ".github").rglob("*.yml")]
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+PROGRAM = r"(?:\S*/)?(?:python3?|\$\(\w+\)) -m (\S+)|(?:\S*/)?(alibi-core|make|pip install)\b|\$\((PIP|PYTEST)\)"
+COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{PROGRAM})(.*)")
+
+
+def commands() -> Iterator[Any]:
+    """Yield program and arguments of each command line: in code and consoles of pages, in scripts at the start."""
+    for path in dict.fromkeys(TEXTS + SCRIPTS):
+        text = path.read_text(encoding="utf-8")
+        lines = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
+        lines += re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+        if path in SCRIPTS:  # the Makefile's help has several columns
+            lines += re.split(r"\n|&&|\s{2,}|# |- run: ", text)
+        for line in lines if path.name != "CHANGELOG.md" else ():
+            if found := COMMAND.match(line.strip().replace("\n", " ")):
+                program, arguments = found[1] or found[2] or found[3].lower(), shlex.split(found[4], comments=True)
+                yield pytest.param(program, arguments, id=f"{path.name}: {shlex.join([program, *arguments])}")
+
+
+@pytest.mark.parametrize(("program", "arguments"), [*commands()])
+def test_command_lines_are_taken(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real parsers, where they are this project's."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(*given: Any) -> Any:
+        raise InterruptedError(parse(*given))
+
+    if program in ("alibi-core", "alibi_core"):
+        if all(re.fullmatch("[a-z]+", word) for word in arguments):  # the name of a command, without its arguments
+            arguments = [*arguments, "--help"]
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+        with pytest.raises((InterruptedError, SystemExit)) as found:
+            main(arguments)
+        assert found.type is InterruptedError or found.value.code == 0
+        (options,) = found.value.args
+        names = {name for name in getattr(options, "names", ()) if name != "NAME" and "$" not in name}
+        assert names <= PROJECT["entry-points"]["alibi_core.conformance"].keys()
+    elif program.startswith("benchmarks.") and program != "benchmarks.NAME":
+        is_file = (ROOT / f"{program.replace('.', '/')}.py").exists()
+        module = pytest.importorskip(program if is_file else f"{program}.__main__")
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+        if program != "benchmarks.agreement":  # it takes no arguments
+            with pytest.raises(InterruptedError):
+                module.main(arguments)
+    elif program == "make":
+        assert {word for word in arguments if re.fullmatch(r"[a-z-]+", word)} <= TARGETS
+    elif "pip" in program:
+        extras = re.findall(r"\.\[([\w,-]+)\]", " ".join(arguments))
+        assert {extra for listed in extras for extra in listed.split(",")} <= EXTRAS
+    elif program == "pytest":
+        assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
+    elif program.startswith("tests."):
+        assert importlib.util.find_spec(program)
+
+
+def test_readme_and_the_list_of_pages_name_the_extras_of_users() -> None:
+    for page in (README, INDEX):
+        ((first, others),) = re.findall(
+            r"^\$ pip install '\.\[(\w+)\]' .*; or (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert {first, *others.split(", ")} == EXTRAS - {"test", "docs", "tpu", "bench", "dev"}
 
 
 def links(page: Path) -> list[tuple[str, str]]:

@@ -217,13 +217,13 @@ def test_users_may_refuse_promotion_of_ranks(implementation: str) -> None:
             jax.jit(function).lower(x, jnp.ones(2))
         alibi_jax.attention(x, x, x, mask=mask, added_bias=jnp.zeros((5, 5)))
         alibi_jax.explain(x, x, x)
-        cache = alibi_jax.KVCache.make(2, 2, 16, 4).append(x, x, lengths=jnp.asarray([1, 3]))
+        cache = alibi_jax.KVCache(2, 2, 16, 4).append(x, x, lengths=jnp.asarray([1, 3]))
         cache.append(x, x).truncate(2).attend(x[:, :1])
 
 
 def test_users_may_refuse_promotion_of_dtypes() -> None:
     low = jnp.ones((1, 1, 2, 4), jnp.bfloat16)
-    cache = alibi_jax.KVCache.make(1, 2, 8, 4, dtype=jnp.bfloat16)
+    cache = alibi_jax.KVCache(1, 2, 8, 4, dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):  # tracing is enough to see one
         assert jax.eval_shape(lambda: cache.append(low, low).attend(low, jnp.ones(2))).dtype == jnp.bfloat16
 
@@ -273,7 +273,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[jax.Array], Any]]] = [  # ea
     (
         TypeError,
         "^dtype must be a real floating dtype of jax.numpy, got 'float31'",
-        lambda x: alibi_jax.KVCache.make(2, 2, 8, 4, dtype="float31"),
+        lambda x: alibi_jax.KVCache(2, 2, 8, 4, dtype="float31"),
     ),
     (TypeError, "param_dtype must be a real floating .*, got 'float31'", lambda x: make_layer(param_dtype="float31")),
     (TypeError, "param_dtype must be .* JAX has enabled, got float64", lambda x: make_layer(param_dtype=jnp.float64)),
@@ -282,7 +282,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[jax.Array], Any]]] = [  # ea
     (
         TypeError,
         "cache must be an alibi_jax.KVCache, as make_cache returns it, got tuple",
-        lambda x: make_layer()(X, cache=tuple(make_layer().make_cache(BATCH, 9))),
+        lambda x: make_layer()(X, cache=()),
     ),
     (
         ValueError,

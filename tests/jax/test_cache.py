@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -42,12 +43,13 @@ def attended(implementation: Any) -> Any:
 @pytest.mark.slow
 @IMPLEMENTATIONS
 def test_what_is_too_far_away_is_not_read(implementation: Any) -> None:
-    cache = KVCache.make(2, KV_HEADS, 4000, HEAD_DIM).append(tokens(3500), tokens(3500, seed=1))
+    cache = KVCache(2, KV_HEADS, 4000, HEAD_DIM).append(tokens(3500), tokens(3500, seed=1))
     query = tokens(1, HEADS, seed=2)
     expected = attended(implementation)(cache, query)
     # A slope of 1/2 looks back some 70 tokens; they are read in blocks of at most 1,024.
     poison = jnp.where(jnp.arange(4000) < 3500 - 1200, jnp.nan, 0)[:, None]
-    poisoned = cache._replace(key=cache.key + poison, value=cache.value + poison)
+    poisoned = copy.copy(cache)
+    vars(poisoned).update(keys=cache.keys + poison, values=cache.values + poison)
     np.testing.assert_array_equal(attended(implementation)(poisoned, query), expected)
     np.testing.assert_allclose(expected, attended("dense")(cache, query), atol=4e-6)
 
@@ -59,7 +61,7 @@ def test_a_cache_can_be_differentiated(options: Any) -> None:
     query = tokens(3, HEADS, seed=2)
 
     def loss(implementation: str, query: Any, key: Any, value: Any) -> Any:
-        cache = KVCache.make(2, KV_HEADS, 40, HEAD_DIM).append(key, value)
+        cache = KVCache(2, KV_HEADS, 40, HEAD_DIM).append(key, value)
         return jnp.sum(jnp.sin(cache.attend(query, SLOPES, implementation=implementation)))
 
     arrays = query, tokens(30), tokens(30, seed=1)
@@ -74,7 +76,7 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     query = tokens(1, HEADS, seed=2)
 
     def temporaries(max_length: int) -> int:
-        cache = jax.eval_shape(lambda: KVCache.make(2, KV_HEADS, max_length, HEAD_DIM, dtype=jnp.bfloat16))
+        cache = jax.eval_shape(lambda: KVCache(2, KV_HEADS, max_length, HEAD_DIM, dtype=jnp.bfloat16))
         step = jax.jit(lambda query, cache: cache.attend(query, SLOPES, implementation="tiled"))
         compiled = step.lower(query.astype(jnp.bfloat16), cache).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
@@ -86,26 +88,29 @@ def test_memory_does_not_grow_with_the_cache() -> None:
 @pytest.mark.slow
 def test_what_an_overflow_hid_stays_nan() -> None:
     """Under jit nothing can be raised, and a shorter length does not bring back what was written over."""
-    cache = KVCache.make(2, KV_HEADS, 10, HEAD_DIM)
+    cache = KVCache(2, KV_HEADS, 10, HEAD_DIM)
     cache = jax.jit(lambda cache: cache.append(tokens(7), tokens(7)).append(tokens(4), tokens(4)))(cache)
     query = tokens(1, HEADS)
     assert int(cache.length) == 11
     assert jnp.isnan(cache.attend(query, SLOPES)).all()
     assert jnp.isnan(cache.truncate(3).attend(query, SLOPES)).all()
-    one = KVCache.make(2, KV_HEADS, 10, HEAD_DIM).append(tokens(1), tokens(1))
+    one = KVCache(2, KV_HEADS, 10, HEAD_DIM).append(tokens(1), tokens(1))
     assert jnp.isnan(attended("dense")(one, tokens(2, HEADS))).all()  # of more queries than there are tokens
-    with pytest.raises(ValueError, match=r"cache.key must have shape \(batch, num_kv_heads, max_length, head_dim\)"):
+    with pytest.raises(ValueError, match=r"cache.keys must have shape \(batch, num_kv_heads, max_length, head_dim\)"):
         jax.tree.map(lambda x: x[None], cache).append(tokens(1), tokens(1))
 
 
-@pytest.mark.parametrize("way", ["append", "attend", "truncate", "truncate by row"])
+@pytest.mark.parametrize("way", ["append", "attend", "mask", "truncate", "truncate by row"])
 def test_traced_lengths_that_cannot_be_make_nan(way: str) -> None:
     def changed(length: Any) -> jax.Array:
-        cache, rows = KVCache.make(2, KV_HEADS, 20, HEAD_DIM).append(tokens(3), tokens(3)), jnp.stack([length, 2])
+        cache, rows = KVCache(2, KV_HEADS, 20, HEAD_DIM).append(tokens(3), tokens(3)), jnp.stack([length, 2])
         if way == "append":
             cache = cache.append(tokens(3), tokens(3), lengths=rows)
         elif way == "attend":
             return cache.attend(tokens(3, HEADS), SLOPES, lengths=rows)
+        elif way == "mask":  # of 5 tokens, where there may be 7
+            cache = cache.append(tokens(4), tokens(4), lengths=rows)
+            return cache.attend(tokens(1, HEADS), SLOPES, mask=jnp.ones((2, 1, 1, 5), bool))
         else:
             cache = cache.truncate(length if way == "truncate" else rows)
         return cache.append(tokens(4), tokens(4)).truncate(3).attend(tokens(1, HEADS), SLOPES)
@@ -125,7 +130,7 @@ def test_a_cache_of_numpy_arrays_goes_on(lengths: tuple[int, int] | None) -> Non
         cache = cache.append(tokens(3), tokens(3), lengths=counts)
         return cache.select_batch(jnp.asarray([1, 0])).truncate(4).attend(tokens(1, HEADS), SLOPES)
 
-    cache = KVCache.make(2, KV_HEADS, 20, HEAD_DIM).append(tokens(3), tokens(3))
+    cache = KVCache(2, KV_HEADS, 20, HEAD_DIM).append(tokens(3), tokens(3))
     of_numpy = functools.partial(following, jax.device_get(cache))
     np.testing.assert_allclose(jax.jit(of_numpy)(), jax.jit(following)(cache), atol=1e-6)
 
@@ -142,7 +147,7 @@ def test_rows_that_are_divided_explicitly_stay_so(lengths_are_divided: bool) -> 
 
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-    cache, lengths = KVCache.make(2, KV_HEADS, 20, HEAD_DIM), jnp.asarray([3, 1])
+    cache, lengths = KVCache(2, KV_HEADS, 20, HEAD_DIM), jnp.asarray([3, 1])
     new, query = tokens(3), tokens(1, HEADS)
     _, expected = following(cache, new, lengths, query)
     with jax.set_mesh(mesh):
@@ -150,16 +155,16 @@ def test_rows_that_are_divided_explicitly_stay_so(lengths_are_divided: bool) -> 
         new, query = jax.device_put((new, query), divided)
         lengths = jax.device_put(lengths, divided if lengths_are_divided else None)
         found, result = following(cache, new, lengths, query)
-        assert [jax.typeof(x).sharding.spec[0] for x in found] == ["rows"] * 4
+        assert [jax.typeof(x).sharding.spec[0] for x in jax.tree.leaves(found)] == ["rows"] * 4
         np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_a_cache_can_be_mapped_and_shown_whatever_its_leaves_are() -> None:
-    cache = jax.vmap(lambda _: KVCache.make(2, KV_HEADS, 4, HEAD_DIM))(jnp.arange(3))
+    cache = jax.vmap(lambda _: KVCache(2, KV_HEADS, 4, HEAD_DIM))(jnp.arange(3))
     longer = jax.vmap(lambda cache, key: cache.append(key, key))(cache, jnp.stack([tokens(2)] * 3))
-    assert longer.length.tolist() == [2, 2, 2]
-    tree = KVCache.make(1, 1, 4, 4)
+    assert jax.vmap(lambda cache: cache.length)(longer).tolist() == [2, 2, 2]
+    tree = KVCache(1, 1, 4, 4)
     assert "length=0, " in repr(tree)
     assert "None" in repr(jax.tree.map(lambda x: None, tree))
     assert "length=traced" in str(jax.eval_shape(lambda: tree))
@@ -170,7 +175,7 @@ def test_a_scan_decodes_rows_of_any_lengths_in_one_program(lengths: tuple[int, i
     arrays = np.random.default_rng(0).standard_normal((3, 2, 8, 2, 4)).astype(np.float32)
     query, key, value = map(jnp.asarray, arrays)
     counts = jnp.asarray(lengths) if len({*lengths}) > 1 else None
-    prompts = KVCache.make(2, 2, 8, 4).append(key[:, :4], value[:, :4], lengths=counts)
+    prompts = KVCache(2, 2, 8, 4).append(key[:, :4], value[:, :4], lengths=counts)
 
     def step(cache: KVCache, i: Any) -> Any:
         cache = cache.append(*(jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (key, value)))
@@ -179,7 +184,7 @@ def test_a_scan_decodes_rows_of_any_lengths_in_one_program(lengths: tuple[int, i
     decoded = jax.jit(lambda cache: jax.lax.scan(step, cache, jnp.arange(4, 8)))
     cache, found = decoded(prompts)
     assert "length=8" in repr(cache)
-    assert np.broadcast_to(cache.length, 2).tolist() == [n + 4 for n in lengths]
+    assert np.broadcast_to(cache.length if counts is None else cache.lengths, 2).tolist() == [n + 4 for n in lengths]
     _, overflown = decoded(cache)
     for row, length in enumerate(lengths):
         parts = (np.concatenate([x[row, :length], x[row, 4:]]).swapaxes(0, 1) for x in arrays)

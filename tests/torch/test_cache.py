@@ -118,14 +118,14 @@ def test_a_step_is_where_its_tensors_are_and_may_be_of_no_text() -> None:
 def test_appends_happen_in_place_and_touch_nothing_else() -> None:
     key, value = torch.randn(2, 2, KV_HEADS, 390, HEAD_DIM).unbind()
     cache = KVCache(2, KV_HEADS, 393, HEAD_DIM)
-    pointers = [x.data_ptr() for x in (cache.key, cache.value, cache.key_norms)]
+    pointers = [x.data_ptr() for x in (cache.keys, cache.values, cache.key_norms)]
     for part in (slice(0, 129), slice(129, 130), slice(130, 390)):
         keys, values = cache.append(key[:, :, part], value[:, :, part])
         assert keys.shape == values.shape == (2, KV_HEADS, part.stop, HEAD_DIM)
         assert torch.equal(keys, key[:, :, : part.stop])
         assert torch.equal(values, value[:, :, : part.stop])
-        assert not cache.key[:, :, part.stop :].any()
-    assert [x.data_ptr() for x in (cache.key, cache.value, cache.key_norms)] == pointers
+        assert not cache.keys[:, :, part.stop :].any()
+    assert [x.data_ptr() for x in (cache.keys, cache.values, cache.key_norms)] == pointers
     assert [keys.data_ptr(), values.data_ptr()] == pointers[:2]
 
 

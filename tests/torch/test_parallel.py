@@ -299,7 +299,7 @@ def tensor_parallel() -> None:
     # A cache holds this process's heads, and decoding is what the whole layer does.
     layer = parallelize_module(AlibiAttention(20, 4, learnable_slopes=True), whole, parallel.TensorParallelAttention())
     cache, x = layer.make_cache(1, 8), torch.ones(1, 8, 20)
-    assert cache.key.shape == (1, 1, 8, 5)
+    assert cache.keys.shape == (1, 1, 8, 5)
     with torch.no_grad():
         steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(8)], dim=1)
         _alike(steps, layer(x))

@@ -26,9 +26,8 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
     module, not part of its state. Learnable slopes are the parameter ``log_slopes``; its exponential is always
     positive. Both are float32 whatever ``dtype`` and ``param_dtype`` are.
 
-    Caches are immutable: a call with a cache returns the pair of its output and the longer cache. In masks and segment
-    ids, ``kv_len`` is the cache's ``max_length``; unused slots are masked anyway. If the cache's length is traced
-    (under ``jax.jit``, for example), an overflow cannot raise; the output is NaN from then on.
+    Caches are immutable: a call with a cache returns the pair of its output and the longer cache. If the cache's
+    length is traced (under ``jax.jit``, for example), an overflow cannot raise; the output is NaN from then on.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
@@ -132,7 +131,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
     ) -> tuple[jax.Array, KVCache]:
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be an alibi_jax.KVCache, as make_cache returns it, got {type(cache).__name__}")
-        if key.dtype != (held := cache.key.dtype):
+        if key.dtype != (held := cache.keys.dtype):
             raise ValueError(
                 f"cache must have the dtype of the layer's keys, {key.dtype}, got {held}; give the layer a dtype if "
                 "its input has another than its parameters"
@@ -148,4 +147,4 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
             max_length: Capacity of the cache, in tokens.
         """
         dtype = self.param_dtype if self.dtype is None else self.dtype
-        return KVCache.make(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, dtype=dtype)
+        return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, dtype=dtype)

@@ -150,7 +150,7 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
             batch_size: Number of sequences. Default: that of the first keys.
             max_length: Capacity, in tokens. Default: unlimited.
         """
-        return KVCache(batch_size=batch_size, max_length=max_length)
+        return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim)
 
     def __setitem__(self, name: str, value: Any) -> None:
         # Casts of a module assign new parameters here. Slopes in low precision would be wrong by a percent, and too

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files as NumPy arrays, read one at a time, with every length checked first."""
+"""Safetensors files: tensors as NumPy arrays, read one at a time, with every length checked first; and written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; larger headers are refused, as in the format's own reader
 
 # The supported dtypes, by their names in the format. NumPy has no bfloat16: its bits are a float32's upper half.
-_NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+FLOATING = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+DTYPES = FLOATING | {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}
+NAMES = {np.dtype(kind): name for name, kind in DTYPES.items() if name != "BF16"}
 
 
 @dataclass(frozen=True)
@@ -28,25 +30,25 @@ class StoredTensor:
 
     def check_dtype(self, name: str) -> None:
         """Check that the tensor has a supported floating dtype; ``name`` is for the message."""
-        if self.dtype not in _NUMPY_DTYPES:
+        if self.dtype not in FLOATING:
             raise ValueError(
-                f"{name} in {self.path} must be of dtype {', '.join(_NUMPY_DTYPES)}, got {self.dtype}; "
+                f"{name} in {self.path} must be of dtype {', '.join(FLOATING)}, got {self.dtype}; "
                 "save a quantized model in floating point first"
             )
 
     def read(self) -> Any:
         """Return a copy of the values in memory, bfloat16 as float32."""
-        stored = np.memmap(self.path, _NUMPY_DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
+        stored = np.fromfile(self.path, DTYPES[self.dtype], math.prod(self.shape), offset=self.offset)
         if self.dtype == "BF16":
             # bfloat16's bits are the upper half of a float32.
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return np.array(stored)
+            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return stored.reshape(self.shape)
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a model, by name, from one file or from all files that an index lists."""
     if (directory / WHOLE).is_file():
-        return _header(directory / WHOLE)
+        return tensors_in(directory / WHOLE)
     if not (directory / INDEX).is_file():
         raise FileNotFoundError(
             f"{directory} must hold {WHOLE} or {INDEX}; weights of another format become that with "
@@ -61,7 +63,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     for file in sorted(set(places.values())):
         if not file or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} must name files of its own directory, got {file!r}")
-        held = _header(directory / file)
+        held = tensors_in(directory / file)
         # If several files hold a tensor, the index decides.
         tensors |= {name: tensor for name, tensor in held.items() if places.get(name, file) == file}
     absent = [name for name in places if name not in tensors]
@@ -88,7 +90,22 @@ def some(names: list[Any]) -> str:
     return f"{names[:4]}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _header(path: Path) -> dict[str, StoredTensor]:
+def content_of(tensors: dict[str, Any], metadata: dict[str, str]) -> bytes:
+    """Return the content of a file with these NumPy arrays."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    start, parts = 0, []
+    # Wide numbers first, so that each lies at a multiple of its size.
+    for name, array in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        parts.append(array.tobytes())
+        places = [start, start := start + len(parts[-1])]
+        entries[name] = {"dtype": NAMES[array.dtype], "shape": array.shape, "data_offsets": places}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+
+
+def tensors_in(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, by name."""
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} must hold {path.name}, which its index names")
     size = path.stat().st_size
@@ -110,10 +127,10 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     if size != 8 + length + end:
         raise _damaged(path, f"{size} bytes where its header tells of {8 + length + end}")
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NUMPY_DTYPES:
-            continue  # never read, for example a mask
+        if tensor.dtype not in DTYPES:
+            continue  # never read
         start, stop = entries[name]["data_offsets"]
-        if stop - start != math.prod(tensor.shape) * np.dtype(_NUMPY_DTYPES[tensor.dtype]).itemsize:
+        if stop - start != math.prod(tensor.shape) * np.dtype(DTYPES[tensor.dtype]).itemsize:
             raise _damaged(path, f"{stop - start} bytes for {name} of {tensor.dtype} and shape {tensor.shape}")
     return tensors
 
