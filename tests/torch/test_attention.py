@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch.nn.utils import parametrize, prune  # noqa: E402
 import alibi_core  # noqa: E402
 import alibi_torch  # noqa: E402
 from alibi_torch import AlibiAttention, AlibiBias  # noqa: E402
+from tests.support.threads import check_threads  # noqa: E402
 
 IMPLEMENTATIONS = ["tiled", "sdpa", "dense"]
 
@@ -225,6 +228,17 @@ def test_bias_module_notices_every_change() -> None:
     module(3)
     module.slopes = torch.ones(2)
     assert module(3)[0, 2, 0] == -2
+
+
+def test_threads_get_what_each_gets_alone() -> None:
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
+    module, model = AlibiBias(4), alibi_torch.AlibiLanguageModel(alibi_torch.AlibiConfig(**sizes), 31).eval()
+    encoder = alibi_torch.AlibiEncoder(alibi_torch.AlibiConfig(**sizes, is_causal=False), 31)
+    x, tokens = torch.randn(2, 4, 9, 8), torch.randint(0, 31, (2, 9))
+    calls: list[Any] = [functools.partial(module, 5), functools.partial(module, 7)]
+    calls += [functools.partial(alibi_torch.attention, x, x, x, torch.rand(4)) for _ in range(2)]
+    calls += [lambda: model.generate(tokens, 1, lengths=[9, 5]), lambda: encoder.encode(tokens, lengths=[4, 9])]
+    check_threads(calls)
 
 
 def test_bias_module_compiles() -> None:
