@@ -127,6 +127,9 @@ class KVCache:
             TypeError: If an argument is no floating tensor of four axes.
             ValueError: If the cache is full, or has another batch size, dtype or device.
         """
+        if self.key.is_meta and isinstance(key, Tensor) and not key.is_meta:  # made while weights were offloaded
+            held = self.key, self.value, self._norms_by_block
+            self.key, self.value, self._norms_by_block = (torch.zeros_like(x, device=key.device) for x in held)
         _check_appended(key, value, self.key)
         new = key.shape[2]
         if lengths is not None or self.lengths is not None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -275,10 +276,48 @@ def test_a_call_that_was_checked_lets_no_wrong_tensor_pass(place: int) -> None:
             alibi_torch.attention(*(change(x) if i == place else x for i, x in enumerate(inputs)))
 
 
-def test_generate_takes_the_tokens_of_an_enlarged_embedding() -> None:
-    config = alibi_torch.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
-    model = alibi_torch.AlibiLanguageModel(config, vocab_size=5)
+class Adapted(torch.nn.Module):
+    """An adapter, as PEFT's for embeddings: it adds to the rows of the table, and has no weight."""
+
+    def __init__(self, table: torch.nn.Embedding, delta: torch.Tensor) -> None:
+        super().__init__()
+        self.base_layer, self.delta = table, delta
+        self.num_embeddings = table.num_embeddings
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(tokens) + self.delta[tokens]
+
+
+def test_the_tied_head_follows_its_embedding() -> None:
+    config = alibi_torch.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, dropout=0.0)
+    model, tokens = alibi_torch.AlibiLanguageModel(config, vocab_size=5), torch.tensor([[4, 2]])
     with pytest.raises(ValueError, match="tokens must be from 0 to 4, for which there are embeddings, got 6"):
         model.generate(torch.tensor([[6]]), 1)
-    model.embedding = torch.nn.Embedding(7, 8)
-    assert model.generate(torch.tensor([[6]]), 1).shape == (1, 2)
+    assert [name for name in model.state_dict() if "head" in name or "embedding" in name] == ["embedding.weight"]
+    adapted, delta = copy.deepcopy(model), torch.randn(5, 8)
+    adapted.embedding = Adapted(adapted.embedding, delta)
+    merged = copy.deepcopy(model)
+    merged.embedding.weight.data += delta
+    torch.testing.assert_close(adapted(tokens), merged(tokens))
+    enlarged = copy.deepcopy(model)
+    enlarged.embedding = torch.nn.Embedding(7, 8)
+    enlarged.embedding.weight.data[:5] = model.embedding.weight.data
+    torch.testing.assert_close(enlarged(tokens)[..., :5], model(tokens))
+    assert enlarged.generate(torch.tensor([[6]]), 1).shape == (1, 2)
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_models_whose_weights_lie_elsewhere_between_calls(is_causal: bool, way: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    sizes = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "dropout": 0.0, "qk_norm": True}
+    config = alibi_torch.AlibiConfig(**sizes, is_causal=is_causal, learnable_slopes=True, token_types=2)
+    model = (alibi_torch.AlibiLanguageModel if is_causal else alibi_torch.AlibiEncoder)(config, 31).eval()
+    tokens, elsewhere = torch.randint(0, 31, (2, 9)), copy.deepcopy(model)
+    folder = [tmp_path] if way == "disk_offload" else []
+    getattr(accelerate, way)(elsewhere, *folder, execution_device="cpu", offload_buffers=True)
+    assert all(x.is_meta for x in elsewhere.parameters())
+    with torch.no_grad():
+        assert torch.equal(elsewhere(tokens), model(tokens))
+        results = [x.generate(tokens, 3) if is_causal else x.encode(tokens, lengths=[9, 4]) for x in (elsewhere, model)]
+    assert torch.equal(*results)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from alibi_core.backend import models
 from alibi_core.backend.models import AlibiConfig
@@ -45,6 +46,14 @@ class Block(nn.Module, models.BaseBlock):
     forward = models.BaseBlock.__call__
 
 
+class TokenEmbedding(nn.Embedding):
+    """An embedding whose matrix also computes logits, inside of ``forward``, whose hooks may fetch and remove it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rows of integers ``[...]``, or the logits ``[..., num_embeddings]`` of vectors."""
+        return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
+
+
 class Parts(models.BaseParts):
     """Factory of the PyTorch modules of a model."""
 
@@ -68,7 +77,8 @@ class Parts(models.BaseParts):
         return nn.Dropout(self.config.dropout)
 
     def embedding(self, count: int) -> nn.Module:
-        table = nn.Embedding(count, self.config.embed_dim)
+        kind = TokenEmbedding if self.config.is_causal and self.config.tied_head else nn.Embedding
+        table = kind(count, self.config.embed_dim)
         nn.init.normal_(table.weight, std=self.config.embed_dim**-0.5)
         return table
 
