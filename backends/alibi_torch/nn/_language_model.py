@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from alibi_core.backend import models
 from alibi_core.backend.checks import explains_keywords
 from alibi_core.backend.models import Generation
 from alibi_torch._internals import skipped_by_compilers
-from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, TokenEmbedding
+from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Checkpointing, Parts, TokenEmbedding
 
 
-class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
+class AlibiLanguageModel(Checkpointing, models.BaseLanguageModel):
     """Predict each next token from the tokens before it, at any length.
 
     The embedding matrix also computes the logits, unless ``config`` asks for a separate head.
