@@ -23,7 +23,7 @@ from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import checked, run
 from alibi_torch._cpu import NEAR, norm_bounds, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch._internals import in_transform, skipped_by_compilers
+from alibi_torch._internals import in_transform, skipped_by_compilers, version
 
 __all__ = ["KVCache"]
 
@@ -300,10 +300,10 @@ def _guarded(result: Tensor, key: Tensor) -> Tensor:
     if not result.requires_grad or torch.compiler.is_compiling() or in_transform():  # no hooks there
         return result
     # In-place writes increase the version counter of a tensor.
-    version = key._version
+    before = version(key)
 
     def check(gradient: Tensor) -> None:
-        if key._version != version:
+        if version(key) != before:
             raise RuntimeError(
                 "a backward pass through a cache must come before further tokens are appended to it, which changes in "
                 "place what the pass needs; decode under torch.no_grad(), and train on whole sequences, without a cache"

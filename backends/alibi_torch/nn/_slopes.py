@@ -92,3 +92,12 @@ def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
         slopes = getattr(module, name)
         if device is not None and slopes is not None and slopes.is_meta:
             setattr(module, name, module._slopes_on(name, device))
+
+
+_probe = KeepsSlopes()
+_probe.log_slopes = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+if _probe.bfloat16().log_slopes.dtype != torch.float32:
+    raise ImportError(
+        f"PyTorch must cast modules by Module._apply, got {torch.__version__}, which would round slopes; take one "
+        "that the page on support names"
+    )

@@ -100,7 +100,7 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
         Blockwise Transformers", arXiv 2310.01889.
     """
-    if in_transform():
+    if in_transform(unknown=False):  # its exchange refuses transforms by itself, less clearly
         raise NotImplementedError("parallel.attention has gradients by torch.autograd, and no torch.func transforms")
     place = place_of(group, axis_name, head_axis)
     if checks.array("query", query).ndim != 4:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from alibi_torch._internals import has_backend
+
 LARGEST_TAG = 2**24  # Tags of messages are taken modulo this.
 
 
@@ -73,11 +75,9 @@ def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
 
 def check_device(place: Place, tensor: Tensor) -> None:
     """Check that the group can send tensors from this tensor's device."""
-    try:
-        place.group._get_backend(tensor.device)
-    except RuntimeError as error:
+    if not has_backend(place.group, tensor.device):
         kind = tensor.device.type
-        raise ValueError(f"query must be on a device that the process group has a backend for, got {kind}") from error
+        raise ValueError(f"query must be on a device that the process group has a backend for, got {kind}")
 
 
 _next_tag, _counting = 0, threading.Lock()
