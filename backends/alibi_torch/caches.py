@@ -22,7 +22,7 @@ from alibi_core.backend.checks import explains_keywords, floating_dtype, non_neg
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import checked, run
 from alibi_torch._cpu import NEAR, norm_bounds, uses_norms
-from alibi_torch._dispatch import IMPLEMENTATIONS
+from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted
 from alibi_torch._internals import in_transform, skipped_by_compilers, version
 
 __all__ = ["KVCache"]
@@ -130,6 +130,7 @@ class KVCache:
         if self.key.is_meta and isinstance(key, Tensor) and not key.is_meta:  # made while weights were offloaded
             held = self.key, self.value, self._norms_by_block
             self.key, self.value, self._norms_by_block = (torch.zeros_like(x, device=key.device) for x in held)
+        key, value = self._cast(key), self._cast(value)
         _check_appended(key, value, self.key)
         new = key.shape[2]
         if lengths is not None or self.lengths is not None:
@@ -140,6 +141,11 @@ class KVCache:
             self.value.narrow(2, self.length, new).copy_(value)
             self.length += new
         return self._held_tensors()
+
+    def _cast(self, tensor: Any) -> Any:
+        """Return a tensor in the dtype of a cache that has autocast's, as autocast casts it for attention."""
+        is_other = isinstance(tensor, Tensor) and tensor.dtype != self.key.dtype
+        return autocasted(tensor)[0] if is_other and autocast_dtype(self.key.device.type) == self.key.dtype else tensor
 
     def _held_tensors(self) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all cached tokens."""
@@ -230,6 +236,7 @@ class KVCache:
             rules["q_offset"] = self._offsets(lengths, query.shape[2])
         else:
             check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
+        query = self._cast(query)
         call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
         key, value = self._held_tensors()
         norms = None
@@ -286,13 +293,6 @@ class KVCache:
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])
-
-
-def autocast_dtype(place: str) -> torch.dtype | None:
-    """Return the dtype that autocast uses on a device type, or None if it is off."""
-    if place == "meta" or not torch.is_autocast_enabled(place):
-        return None
-    return torch.get_autocast_dtype(place)
 
 
 def _guarded(result: Tensor, key: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,60 @@ def test_autocast_leaves_the_bias_alone(implementation: str) -> None:
     slopes = torch.tensor([0.3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = alibi_torch.attention(query, value * 0, value, slopes, **arguments)
-    expected = alibi_torch.attention(query, value * 0, value, slopes, **arguments)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    rounded = (x.bfloat16() for x in (query, value * 0, value))
+    torch.testing.assert_close(actual, alibi_torch.attention(*rounded, slopes, **arguments), rtol=0, atol=0)
+
+
+class Float32Norm(torch.nn.LayerNorm):
+    """The norm as CUDA's autocast computes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(FLOATS, repeat=3)], ids=str)
+def test_autocast_casts_as_for_scaled_dot_product_attention(dtypes: tuple[torch.dtype, ...]) -> None:
+    inputs = [x.to(dtype).requires_grad_() for x, dtype in zip(tensors(9), dtypes, strict=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            theirs = torch.nn.functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
+        except RuntimeError:
+            with pytest.raises(TypeError, match="query, key and value must have one dtype"):
+                alibi_torch.attention(*inputs)
+            return
+        found = alibi_torch.attention(*inputs)
+        assert found.dtype == theirs.dtype
+        explained = alibi_torch.explain(*inputs)
+        grads = torch.autograd.grad(found.sum(), inputs)
+        assert [x.dtype for x in grads] == list(dtypes)
+    cast = [x.detach().to(found.dtype) for x in inputs]
+    assert torch.equal(found, alibi_torch.attention(*cast))
+    assert explained.tolerance == alibi_torch.explain(*cast).tolerance
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_norms_of_queries_and_keys_that_return_float32(is_causal: bool) -> None:
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
+    kind = alibi_torch.AlibiLanguageModel if is_causal else alibi_torch.AlibiEncoder
+    model = kind(alibi_torch.AlibiConfig(**sizes, qk_norm=True, is_causal=is_causal), 31).eval()
+    tokens = torch.randint(0, 31, (2, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(tokens)
+        layer = model.transformer.blocks[0].attention
+        layer.q_norm.__class__ = layer.k_norm.__class__ = Float32Norm
+        found = [model(tokens), torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)]
+        if is_causal:
+            found.append(model(tokens, caches=model.transformer.make_caches(2, 9)))
+        # A norm of the user's own, around attention and a cache.
+        query, key, value = tensors(9)
+        cache = alibi_torch.KVCache(2, 3, 9, 8, dtype=torch.bfloat16)
+        cache.append(key, value.bfloat16())
+        assert torch.equal(cache.attend(query), alibi_torch.attention(query, key, value.bfloat16()))
+    for result in found:
+        torch.testing.assert_close(result, expected, rtol=0, atol=2**-6)
 
 
 @pytest.mark.cuda

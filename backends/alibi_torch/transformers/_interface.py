@@ -64,7 +64,6 @@ def alibi_attention(
                 "'eager' or 'sdpa'"
             )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings return float32
     position_ids, options = kwargs.get("position_ids"), {"scale": scaling, "dropout": dropout}
     if is_cross_attention(module, is_causal):
         # Cross-attention has no positions: slopes of 0.
