@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from alibi_core._arrays import Namespace, checks, explains_keywords, namespace_of
+from alibi_core._arrays import Namespace, astype, checks, explains_keywords, namespace_of
 from alibi_core._distance import DISTANCES, LAWS
 from alibi_core._slopes import slope_values
 
@@ -248,8 +248,8 @@ class BaseAttention(Module):
             y = proj(tokens)
             if self.clip_qkv is not None:
                 y = self._xp.clip(y, -self.clip_qkv, self.clip_qkv)
-            if norm is not None:
-                y = norm(y)
+            if norm is not None:  # CUDA's autocast computes norms in float32, and not the values
+                y = astype(namespace_of(y), norm(y), y.dtype)
             y = scaled(y, factor)
             # [batch, length, heads, head_dim]
             y = y.reshape(*y.shape[:2], y.shape[-1] // self.shape.head_dim, self.shape.head_dim)

@@ -16,7 +16,7 @@ from alibi_core.backend import AttentionCall, checks, dense_attention
 from alibi_core.backend.checks import explains_keywords, host_values, non_negative_number, one_of
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch import _cpu
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast
+from alibi_torch._dispatch import IMPLEMENTATIONS, autocasted, choose, no_autocast
 from alibi_torch._internals import is_watched
 from alibi_torch._rows import sdpa
 
@@ -50,8 +50,8 @@ def attention(
     """Return ALiBi attention, ``softmax(scale * query @ key.mT - slopes * distance) @ value``, over visible keys.
 
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``; forward mode needs ``"dense"``.
-    Bias and softmax are float32 (float64 for float64 inputs), also under autocast. A query that sees no key gives
-    zeros.
+    Bias and softmax are float32 (float64 for float64 inputs), also under autocast, which casts query, key and value as
+    those of ``scaled_dot_product_attention``. A query that sees no key gives zeros.
 
     Keys are skipped if the norms of queries and keys prove that their weights sum to at most ``tolerance``. The longer
     a sequence is, compared with the heads' horizons, the larger the share of skipped keys.
@@ -96,6 +96,7 @@ def attention(
         one_of("implementation", implementation, IMPLEMENTATIONS)
     if kernel_options is not None and implementation != "flex":
         raise ValueError(f"kernel_options must be None without implementation='flex', got {kernel_options}")
+    query, key, value = autocasted(query, key, value)
     call = checked(
         query,
         key,

@@ -57,7 +57,22 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Return a context without autocast on a device type; a null context, which is faster, where it is off already."""
+    return _NOTHING if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast uses on a device type, or None if it is off."""
     # The meta device has no autocast. torch.compile of PyTorch 2.9 and 2.11 cannot trace is_autocast_available.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return _NOTHING
-    return torch.autocast(device_type, enabled=False)
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocasted(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors as autocast casts those of ``scaled_dot_product_attention``: to its dtype, except from float64."""
+    dtype = autocast_dtype(tensors[0].device.type) if isinstance(tensors[0], Tensor) else None
+    if dtype is None:
+        return tensors
+    others = (torch.float64, dtype)
+    floats = (isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in others for x in tensors)
+    return tuple(x.to(dtype) if is_float else x for x, is_float in zip(tensors, floats, strict=True))

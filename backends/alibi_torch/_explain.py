@@ -11,7 +11,7 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall, Explanation
 from alibi_core.backend.checks import check_keywords, one_of
 from alibi_torch._attention import attention, norms_of
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
+from alibi_torch._dispatch import IMPLEMENTATIONS, autocasted, choose, refusal
 
 
 def explain(
@@ -48,6 +48,7 @@ def explain(
         one_of("implementation", implementation, IMPLEMENTATIONS)
     check_keywords(attention, arguments)
     max_key_norm, _ = arguments.pop("max_key_norm", None), arguments.pop("kernel_options", None)
+    query, key, value = autocasted(query, key, value)
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
     if max_key_norm is not None:
         norms_of(call, max_key_norm)  # validates it; the explanation measures all norms anyway

@@ -1,14 +1,19 @@
 """Private names of PyTorch, each with a fallback for versions that lack it.
 
 A missing name makes calls slower, never wrong: fused kernels are replaced by plain operators, calls go through
-PyTorch's dispatcher, as they do under a compiler, and accelerated models of transformers run their own code under
-dispatch modes. PyTorch 2.9 to 2.15 have all of these names.
+PyTorch's dispatcher, as they do under a compiler, CUDA calls take "sdpa", and accelerated models of transformers run
+their own code. ``tests/torch/test_internals.py`` removes each name. PyTorch 2.9 to 2.15 have all of them.
+
+Two kinds of names decide what is computed, so they are checked when they are imported: the fused kernels, below, and
+``Module._apply`` in ``nn/_slopes.py``. ``nn/_multihead.py`` has two locks.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,8 +56,7 @@ def fused_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale
     """
     if FLASH is not None:
         return FLASH(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-    scores = query @ key.mT * scale + bias
-    return torch.softmax(scores, dim=-1) @ value, scores.logsumexp(dim=-1)
+    return _forward(query, key, value, bias, scale)
 
 
 def fused_backward(
@@ -69,12 +73,45 @@ def fused_backward(
 
     The weights are ``exp(scores - logsumexp)``; ``logsumexp`` may include keys that are not in ``key``.
     """
+    tensors = grad, query, key, value, result, logsumexp
     if FLASH_BACKWARD is not None:
-        tensors = grad, query, key, value, result, logsumexp
         return FLASH_BACKWARD(*tensors, 0.0, False, attn_mask=bias, scale=scale)
-    weights = torch.exp(query @ key.mT * scale + bias - logsumexp[..., None])
+    return _backward(*tensors, bias, scale)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    scores = query @ key.mT * scale + bias
+    return torch.softmax(scores, dim=-1) @ value, scores.logsumexp(dim=-1)
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, lse: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = torch.exp(query @ key.mT * scale + bias - lse[..., None])
     by_score = weights * (grad @ value.mT - (grad * result).sum(dim=-1, keepdim=True)) * scale
     return by_score @ key, by_score.mT @ query, weights.mT @ grad
+
+
+def is_as_known(forward: Callable[..., Any], backward: Callable[..., Any]) -> bool:
+    """Whether fused attention and its gradients agree with plain operators on a small case."""
+    numbers = torch.linspace(-2, 2, 96, dtype=torch.float32, device="cpu").sin()
+    query, key, value, grad = numbers.view(4, 1, 2, 3, 4).unbind()
+    case = (query.new_tensor([[0.0, -1.0, -3.0]]), 0.7)
+    expected = _forward(query, key, value, *case)
+    try:
+        found = forward(query, key, value, *case)
+        found += backward(grad, query, key, value, *expected, *case)
+        expected += _backward(grad, query, key, value, *expected, *case)
+        return all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, expected, strict=True))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+if not is_as_known(fused_forward, fused_backward):
+    warnings.warn(
+        f"the fused attention of PyTorch {torch.__version__} on CPUs has changed: calls are slower", stacklevel=2
+    )
+    FLASH = FLASH_BACKWARD = None
 
 
 @functools.cache
@@ -84,9 +121,9 @@ def multiplies_bfloat16() -> bool:
     return is_supported is not None and torch.backends.mkldnn.is_available() and bool(is_supported())
 
 
-def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` is active; True (the safe answer) if PyTorch cannot say."""
-    return _TRANSFORMS is None or _TRANSFORMS() > 0
+def in_transform(*, unknown: bool = True) -> bool:
+    """Whether a transform of ``torch.func`` is active; ``unknown`` (True is the safe answer) if PyTorch cannot say."""
+    return unknown if _TRANSFORMS is None else _TRANSFORMS() > 0
 
 
 def is_differentiated() -> bool:
@@ -137,3 +174,33 @@ def has_tangent(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or in_transform():
         return True
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def version(tensor: Tensor) -> int:
+    """Return the number of in-place writes to a tensor; 0 if PyTorch, whose own check comes later, cannot say."""
+    return getattr(tensor, "_version", 0)
+
+
+def has_backend(group: Any, device: torch.device) -> bool:
+    """Whether a process group can send tensors of this device; True if PyTorch, which would raise, cannot say."""
+    find = getattr(group, "_get_backend", None)
+    try:
+        return find is None or find(device) is not None
+    except RuntimeError:
+        return False
+
+
+def mark_dynamic(tensor: Tensor, axes: Iterable[int]) -> Tensor:
+    """Return the tensor with the sizes of these axes dynamic for compilers, which else compile for each length."""
+    tensor, mark = tensor.view_as(tensor), _found("_dynamo.maybe_mark_dynamic")  # a mark on the caller's would stay
+    if mark is not None:
+        mark(tensor, tuple(axes))
+    return tensor
+
+
+def without_recompile_limit(function: Callable[..., Tensor], limit: int) -> Callable[..., Tensor]:
+    """Return a compiled function that may be compiled for ``limit`` kinds of calls, where PyTorch has such limits."""
+    config = _found("_dynamo.config")
+    names = [x for x in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, x)]
+    patch = getattr(config, "patch", None)
+    return function if patch is None else patch(dict.fromkeys(names, limit))(function)

@@ -23,8 +23,8 @@ from alibi_core.backend.checks import explains_keywords, floating_dtype, non_neg
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import checked, run
 from alibi_torch._cpu import NEAR, norm_bounds, uses_norms
-from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch._internals import in_transform, skipped_by_compilers
+from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted
+from alibi_torch._internals import in_transform, skipped_by_compilers, version
 
 __all__ = ["KVCache"]
 
@@ -128,6 +128,10 @@ class KVCache:
             TypeError: If an argument is no floating tensor of four axes.
             ValueError: If the cache is full, or has another batch size, dtype or device.
         """
+        if self.keys.is_meta and isinstance(key, Tensor) and not key.is_meta:  # made while weights were offloaded
+            held = self.keys, self.values, self._norms_by_block
+            self.keys, self.values, self._norms_by_block = (torch.zeros_like(x, device=key.device) for x in held)
+        key, value = self._cast(key), self._cast(value)
         _check_appended(key, value, self.keys)
         new = key.shape[2]
         if lengths is not None or self.lengths is not None:
@@ -138,6 +142,12 @@ class KVCache:
             self.values.narrow(2, self.length, new).copy_(value)
             self.length += new
         return self._held_tensors()
+
+    def _cast(self, tensor: Any) -> Any:
+        """Return a tensor in the dtype of a cache that has autocast's, as autocast casts it for attention."""
+        own = self.keys
+        is_other = isinstance(tensor, Tensor) and tensor.dtype != own.dtype
+        return autocasted(tensor)[0] if is_other and autocast_dtype(own.device.type) == own.dtype else tensor
 
     def _held_tensors(self) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all cached tokens."""
@@ -230,6 +240,7 @@ class KVCache:
             rules["q_offset"] = self._offsets(lengths, query.shape[2])
         else:
             check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
+        query = self._cast(query)
         call = checked(query, self.keys, self.values, slopes, used=self.length, **rules)
         key, value = self._held_tensors()
         norms = None
@@ -288,22 +299,15 @@ class KVCache:
             self._hold(self._held()[indices.cpu().numpy()])
 
 
-def autocast_dtype(place: str) -> torch.dtype | None:
-    """Return the dtype that autocast uses on a device type, or None if it is off."""
-    if place == "meta" or not torch.is_autocast_enabled(place):
-        return None
-    return torch.get_autocast_dtype(place)
-
-
 def _guarded(result: Tensor, key: Tensor) -> Tensor:
     """Return the result with a hook that raises in the backward pass if the cache's keys have changed since."""
     if not result.requires_grad or torch.compiler.is_compiling() or in_transform():  # no hooks there
         return result
     # In-place writes increase the version counter of a tensor.
-    version = key._version
+    before = version(key)
 
     def check(gradient: Tensor) -> None:
-        if key._version != version:
+        if version(key) != before:
             raise RuntimeError(
                 "a backward pass through a cache must come before further tokens are appended to it, which changes in "
                 "place what the pass needs; decode under torch.no_grad(), and train on whole sequences, without a cache"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import itertools
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from torch.nn.utils import parametrize, prune  # noqa: E402
 import alibi_core  # noqa: E402
 import alibi_torch  # noqa: E402
 from alibi_torch import AlibiAttention, AlibiBias  # noqa: E402
+from tests.support.threads import check_threads  # noqa: E402
 
 IMPLEMENTATIONS = ["tiled", "sdpa", "dense"]
 
@@ -98,8 +103,60 @@ def test_autocast_leaves_the_bias_alone(implementation: str) -> None:
     slopes = torch.tensor([0.3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = alibi_torch.attention(query, value * 0, value, slopes, **arguments)
-    expected = alibi_torch.attention(query, value * 0, value, slopes, **arguments)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    rounded = (x.bfloat16() for x in (query, value * 0, value))
+    torch.testing.assert_close(actual, alibi_torch.attention(*rounded, slopes, **arguments), rtol=0, atol=0)
+
+
+class Float32Norm(torch.nn.LayerNorm):
+    """The norm as CUDA's autocast computes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(FLOATS, repeat=3)], ids=str)
+def test_autocast_casts_as_for_scaled_dot_product_attention(dtypes: tuple[torch.dtype, ...]) -> None:
+    inputs = [x.to(dtype).requires_grad_() for x, dtype in zip(tensors(9), dtypes, strict=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            theirs = torch.nn.functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
+        except RuntimeError:
+            with pytest.raises(TypeError, match="query, key and value must have one dtype"):
+                alibi_torch.attention(*inputs)
+            return
+        found = alibi_torch.attention(*inputs)
+        assert found.dtype == theirs.dtype
+        explained = alibi_torch.explain(*inputs)
+        grads = torch.autograd.grad(found.sum(), inputs)
+        assert [x.dtype for x in grads] == list(dtypes)
+    cast = [x.detach().to(found.dtype) for x in inputs]
+    assert torch.equal(found, alibi_torch.attention(*cast))
+    assert explained.tolerance == alibi_torch.explain(*cast).tolerance
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_norms_of_queries_and_keys_that_return_float32(is_causal: bool) -> None:
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
+    kind = alibi_torch.AlibiLanguageModel if is_causal else alibi_torch.AlibiEncoder
+    model = kind(alibi_torch.AlibiConfig(**sizes, qk_norm=True, is_causal=is_causal), 31).eval()
+    tokens = torch.randint(0, 31, (2, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(tokens)
+        layer = model.transformer.blocks[0].attention
+        layer.q_norm.__class__ = layer.k_norm.__class__ = Float32Norm
+        found = [model(tokens), torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)]
+        if is_causal:
+            found.append(model(tokens, caches=model.transformer.make_caches(2, 9)))
+        # A norm of the user's own, around attention and a cache.
+        query, key, value = tensors(9)
+        cache = alibi_torch.KVCache(2, 3, 9, 8, dtype=torch.bfloat16)
+        cache.append(key, value.bfloat16())
+        assert torch.equal(cache.attend(query), alibi_torch.attention(query, key, value.bfloat16()))
+    for result in found:
+        torch.testing.assert_close(result, expected, rtol=0, atol=2**-6)
 
 
 @pytest.mark.cuda
@@ -227,6 +284,17 @@ def test_bias_module_notices_every_change() -> None:
     assert module(3)[0, 2, 0] == -2
 
 
+def test_threads_get_what_each_gets_alone() -> None:
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
+    module, model = AlibiBias(4), alibi_torch.AlibiLanguageModel(alibi_torch.AlibiConfig(**sizes), 31).eval()
+    encoder = alibi_torch.AlibiEncoder(alibi_torch.AlibiConfig(**sizes, is_causal=False), 31)
+    x, tokens = torch.randn(2, 4, 9, 8), torch.randint(0, 31, (2, 9))
+    calls: list[Any] = [functools.partial(module, 5), functools.partial(module, 7)]
+    calls += [functools.partial(alibi_torch.attention, x, x, x, torch.rand(4)) for _ in range(2)]
+    calls += [lambda: model.generate(tokens, 1, lengths=[9, 5]), lambda: encoder.encode(tokens, lengths=[4, 9])]
+    check_threads(calls)
+
+
 def test_bias_module_compiles() -> None:
     torch.compiler.reset()
     module = AlibiBias(4)
@@ -261,10 +329,80 @@ def test_a_call_that_was_checked_lets_no_wrong_tensor_pass(place: int) -> None:
             alibi_torch.attention(*(change(x) if i == place else x for i, x in enumerate(inputs)))
 
 
-def test_generate_takes_the_tokens_of_an_enlarged_embedding() -> None:
-    config = alibi_torch.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
-    model = alibi_torch.AlibiLanguageModel(config, vocab_size=5)
+class Adapted(torch.nn.Module):
+    """An adapter, as PEFT's for embeddings: it adds to the rows of the table, and has no weight."""
+
+    def __init__(self, table: torch.nn.Embedding, delta: torch.Tensor) -> None:
+        super().__init__()
+        self.base_layer, self.delta = table, delta
+        self.num_embeddings = table.num_embeddings
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(tokens) + self.delta[tokens]
+
+
+def test_the_tied_head_follows_its_embedding() -> None:
+    config = alibi_torch.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, dropout=0.0)
+    model, tokens = alibi_torch.AlibiLanguageModel(config, vocab_size=5), torch.tensor([[4, 2]])
     with pytest.raises(ValueError, match="tokens must be from 0 to 4, for which there are embeddings, got 6"):
         model.generate(torch.tensor([[6]]), 1)
-    model.embedding = torch.nn.Embedding(7, 8)
-    assert model.generate(torch.tensor([[6]]), 1).shape == (1, 2)
+    assert [name for name in model.state_dict() if "head" in name or "embedding" in name] == ["embedding.weight"]
+    adapted, delta = copy.deepcopy(model), torch.randn(5, 8)
+    adapted.embedding = Adapted(adapted.embedding, delta)
+    merged = copy.deepcopy(model)
+    merged.embedding.weight.data += delta
+    torch.testing.assert_close(adapted(tokens), merged(tokens))
+    enlarged = copy.deepcopy(model)
+    enlarged.embedding = torch.nn.Embedding(7, 8)
+    enlarged.embedding.weight.data[:5] = model.embedding.weight.data
+    torch.testing.assert_close(enlarged(tokens)[..., :5], model(tokens))
+    assert enlarged.generate(torch.tensor([[6]]), 1).shape == (1, 2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradient_checkpointing_keeps_less_and_changes_no_bit(is_causal: bool, autocast: bool) -> None:
+    sizes = {"num_layers": 3, "embed_dim": 16, "num_heads": 4, "dropout": 0.3, "learnable_slopes": True}
+    kind = alibi_torch.AlibiLanguageModel if is_causal else alibi_torch.AlibiEncoder
+    model = kind(alibi_torch.AlibiConfig(**sizes, is_causal=is_causal), 31)
+    tokens = torch.randint(0, 31, (2, 40))
+
+    def step() -> tuple[list[torch.Tensor | None], int]:
+        torch.manual_seed(0)
+        kept: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = (model(tokens) if is_causal else model.encode(tokens, lengths=[40, 7])).float().square().mean()
+        return list(torch.autograd.grad(loss, list(model.parameters()))), sum(kept)
+
+    expected, everything = step()
+    for every in (2, 1):
+        model.activation_checkpointing_enable(None, every_n_layers=every, offload=False)
+        found, kept = step()
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert kept < everything * (0.7 if every == 2 else 0.3)
+    if is_causal:
+        with pytest.raises(ValueError, match="caches must be None in training with gradient checkpointing"):
+            model(tokens, caches=model.transformer.make_caches(2, 40))
+        assert model.generate(tokens, 1).shape == (2, 41)
+    with pytest.raises(NotImplementedError, match="offload must be False in gradient checkpointing, got True"):
+        model.gradient_checkpointing_enable(offload=True)
+    model.gradient_checkpointing_disable()
+    assert step()[1] == everything
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_models_whose_weights_lie_elsewhere_between_calls(is_causal: bool, way: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    sizes = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "dropout": 0.0, "qk_norm": True}
+    config = alibi_torch.AlibiConfig(**sizes, is_causal=is_causal, learnable_slopes=True, token_types=2)
+    model = (alibi_torch.AlibiLanguageModel if is_causal else alibi_torch.AlibiEncoder)(config, 31).eval()
+    tokens, elsewhere = torch.randint(0, 31, (2, 9)), copy.deepcopy(model)
+    folder = [tmp_path] if way == "disk_offload" else []
+    getattr(accelerate, way)(elsewhere, *folder, execution_device="cpu", offload_buffers=True)
+    assert all(x.is_meta for x in elsewhere.parameters())
+    with torch.no_grad():
+        assert torch.equal(elsewhere(tokens), model(tokens))
+        results = [x.generate(tokens, 3) if is_causal else x.encode(tokens, lengths=[9, 4]) for x in (elsewhere, model)]
+    assert torch.equal(*results)

@@ -69,6 +69,19 @@ def test_importing_changes_no_model_and_the_name_may_be_given_anywhere(tmp_path:
     assert error(hidden(model, tokens), expected) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_a_saved_model_is_loaded_with_it(name: str, tmp_path: Path) -> None:
+    config, kind, tokens = llama() if name == "llama" else DECODERS[name](), transformers.AutoModel, tokens_of(2, 17)
+    model = kind.from_config(config, attn_implementation="alibi").eval()
+    for place in (tmp_path / "1", tmp_path / "2"):  # a loaded model may be saved again before it runs
+        model.save_pretrained(place)
+        model = kind.from_pretrained(place).eval()
+    assert torch.equal(hidden(model, tokens), hidden(kind.from_pretrained(place, attn_implementation="alibi"), tokens))
+    assert error(hidden(model, tokens), hidden(kind.from_pretrained(place, attn_implementation="sdpa"), tokens)) > 1e-3
+    model.set_attn_implementation("sdpa")
+    assert "attn_implementation" not in model.config.to_dict()
+
+
 @pytest.mark.parametrize("kind", ["none", "dynamic", "static"])
 @pytest.mark.parametrize("where", ["none", "left"])
 def test_generates_the_tokens_of_the_dense_model(kind: str, where: str) -> None:

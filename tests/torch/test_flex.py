@@ -456,11 +456,15 @@ def compiled_here(
 
 
 @pytest.mark.parametrize("compiled_here", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)], indirect=True)
-def test_a_call_is_compiled_once_for_all_lengths(compiled_here: CompileCounterWithBackend) -> None:
+def test_a_call_is_compiled_once_for_all_lengths(
+    compiled_here: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for graphs, all_lengths in ((1, ((300, 300), (301, 301))), (2, ((1, 300), (1, 301)))):
         for lengths in all_lengths:
             assert_result(tensors(lengths), {})
         assert compiled_here.frame_count == graphs
+    monkeypatch.setattr("alibi_torch._internals._found", lambda name: None)  # a PyTorch without its private names
+    assert_result(tensors((302, 302)), {})
 
 
 @pytest.mark.slow

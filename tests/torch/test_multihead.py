@@ -140,15 +140,19 @@ def test_a_causal_module_sees_no_key_to_come(is_causal: bool) -> None:
     torch.testing.assert_close(found, expected(plain, x, x, x, attn_mask=ahead)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("missing", ["training", "attribute", "hook", ""])
 @pytest.mark.parametrize("masks", ["none", "causal", "padding"])
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-def test_transformer_layers_of_pytorch_take_it(training: bool, masks: str) -> None:
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors")
+def test_transformer_layers_of_pytorch_take_it(missing: str, masks: str) -> None:
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 16, dropout=0.0, batch_first=True)
     plain = layer.self_attn
     layer.self_attn = AlibiMultiheadAttention(EMBED, HEADS, batch_first=True, slopes=SLOPES)
     layer.self_attn.load_state_dict(plain.state_dict())
-    encoder, x = nn.TransformerEncoder(layer, 1).train(training), torch.randn(BATCH, KV_LEN, EMBED)
+    if missing == "attribute":  # as if a PyTorch to come had renamed one of the two locks of its fused path
+        layer.self_attn._qkv_same_embed_dim = True
+    elif missing == "hook":
+        layer.self_attn._forward_pre_hooks.clear()
+    encoder, x = nn.TransformerEncoder(layer, 1).train(missing == "training"), torch.randn(BATCH, KV_LEN, EMBED)
     causal = nn.Transformer.generate_square_subsequent_mask(KV_LEN)
     padding = torch.arange(KV_LEN) >= torch.tensor([[KV_LEN], [3]])
     options = {"none": {}, "causal": {"attn_mask": causal}, "padding": {"padding": padding}}[masks]

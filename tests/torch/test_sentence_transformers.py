@@ -123,6 +123,18 @@ def test_a_trained_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> No
     assert np.abs(model.encode(TEXTS[0]) - expected(folder, TEXTS[0])).max() > 1e-3
 
 
+def test_gradient_checkpointing_is_honoured(folder: Path) -> None:
+    model = SentenceTransformer(modules=[AlibiEmbedding.of(folder)], device="cpu").train()
+    block, calls = model[0].encoder.transformer.blocks[0], []
+    block.attention.out_proj.register_forward_hook(lambda *_: calls.append(1))
+    for every, count in ((None, 1), (1, 2)):
+        if every:  # as SentenceTransformerTrainer calls it
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=None, every_n_layers=every, offload=False)
+        calls.clear()
+        model(model.preprocess(TEXTS))["sentence_embedding"].sum().backward()
+        assert len(calls) == count
+
+
 def test_a_saved_model_keeps_its_dtype(folder: Path, tmp_path: Path) -> None:
     module = AlibiEmbedding.of(folder, dtype=torch.bfloat16)
     SentenceTransformer(modules=[module], device="cpu").save(str(tmp_path / "saved"))

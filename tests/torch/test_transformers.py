@@ -8,14 +8,15 @@ import itertools
 import operator
 import pickle
 import sys
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("transformers")
@@ -27,6 +28,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from alibi_torch.transformers import AlibiCache, accelerate, paths, restore
 from tests.support.dense_alibi import CACHE
 from tests.support.memory import largest_allocation
+from tests.support.threads import check_threads
 
 transformers.logging.set_verbosity_error()
 
@@ -740,12 +742,17 @@ def test_models_without_a_head_and_with_another(kind: Any) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_threads_share_a_model(name: str) -> None:
     model, tokens = accelerate(model_of(name)), tokens_of(3, 20)
-    masks = [mask_of(x) for x in ("left", "right", "holes")]
-    expected = [logits_of(model, tokens, attention_mask=mask) for mask in masks]
-    with ThreadPoolExecutor(3) as threads:
-        found = threads.map(lambda mask: [logits_of(model, tokens, attention_mask=mask) for _ in range(20)], masks)
-        for results, wanted in zip(found, expected, strict=True):
-            assert all(torch.equal(x, wanted) for x in results)
+    calls: list[Any] = [{"attention_mask": mask_of("left")}, {"attention_mask": mask_of("holes")}]
+    calls += [{"attention_mask": mask_of("left"), "output_attentions": True}]  # by the model's own code
+    for layer in model.base_model.alibi_layers:  # a copied mask has lost the tokens that it carried
+        layer.register_forward_pre_hook(copying_masks, with_kwargs=True)
+    with warnings.catch_warnings(action="ignore"):
+        check_threads([functools.partial(logits_of, model, tokens, **call) for call in calls])
+
+
+def copying_masks(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    args, values = ([x.clone() if isinstance(x, Tensor) else x for x in some] for some in (args, kwargs.values()))
+    return tuple(args), dict(zip(kwargs, values, strict=True))
 
 
 def test_embeddings_in_place_of_tokens() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from alibi_core.backend.horizon import KeyNorms, nearest_keys
 from alibi_torch._derivatives import twice_differentiable
 from alibi_torch._dispatch import needs_gradients
 from alibi_torch._flex.mask import BLOCK, block_mask
+from alibi_torch._internals import mark_dynamic, without_recompile_limit
 
 LEAST_HEAD_DIM = 16  # GPU kernels require at least this head_dim; smaller ones are padded.
 COMPILED_ON = ("cuda",)  # device types; uncompiled, FlexAttention forms all scores
@@ -104,18 +105,11 @@ def _attend_compiled(
     if not call.has_offset_array and call.q_offset != call.kv_len - call.q_len:
         # A number would be compiled in as a constant.
         arrays["q_offset"] = torch.full(call.batch, call.q_offset, dtype=torch.int32, device=query.device)
-    changed = {"q_offset": 0} | {name: _with_dynamic(x, range(x.ndim)) for name, x in arrays.items()}
+    changed = {"q_offset": 0} | {name: mark_dynamic(x, range(x.ndim)) for name, x in arrays.items()}
     call = replace(call, **changed)
-    norms = norms and replace(norms, values=_with_dynamic(norms.values, (0, 2)))
-    tensors = (_with_dynamic(x, (*range(x.ndim - 3), x.ndim - 2)) for x in (query, key, value))
+    norms = norms and replace(norms, values=mark_dynamic(norms.values, (0, 2)))
+    tensors = (mark_dynamic(x, (*range(x.ndim - 3), x.ndim - 2)) for x in (query, key, value))
     return _compiled()(norms, tuning, call, *tensors)
-
-
-def _with_dynamic(tensor: Tensor, axes: Iterable[int]) -> Tensor:
-    """Return the tensor with the sizes of these axes dynamic for the compiler, where they are above 1."""
-    tensor = tensor.view_as(tensor)  # the mark would stay on the caller's tensor
-    torch._dynamo.maybe_mark_dynamic(tensor, tuple(axes))
-    return tensor
 
 
 @functools.cache
@@ -126,8 +120,7 @@ def _compiled() -> Callable[..., Tensor]:
     """
     # Not dynamic by default, or the numbers of heads and the scale would be, which the kernels do not follow.
     compiled = torch.compile(_attend_any_length, fullgraph=True, dynamic=False)
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), MOST_KINDS)
-    return torch._dynamo.config.patch(limits)(compiled)
+    return without_recompile_limit(compiled, MOST_KINDS)
 
 
 def _attend_any_length(

@@ -69,8 +69,9 @@ class AlibiBias(KeepsSlopes):
         if torch.compiler.is_compiling():  # no cache: the compiler fuses the bias into other loops
             return alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
         # Inference mode is part of the key: a bias made in it cannot be used with autograd.
-        key = (q_len, kv_len, dtype, self.slopes.device, torch.is_inference_mode_enabled())
-        if self._built is None or self._built[0] is not self.slopes or self._built[1] != key:
-            bias = alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
-            self._built = self.slopes, key, bias
-        return self._built[2]
+        slopes, built = self.slopes, self._built  # read once: other threads write it
+        key = (q_len, kv_len, dtype, slopes.device, torch.is_inference_mode_enabled())
+        if built is None or built[0] is not slopes or built[1] != key:
+            bias = alibi_core.bias(slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
+            self._built = built = slopes, key, bias
+        return built[2]

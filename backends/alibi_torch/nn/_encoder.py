@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from alibi_core.backend import models
 from alibi_torch._internals import skipped_by_compilers
-from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts
+from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Checkpointing, Parts
 
 
-class AlibiEncoder(nn.Module, models.BaseEncoder):
+class AlibiEncoder(Checkpointing, models.BaseEncoder):
     """Embed texts of any length as vectors: each token sees the tokens before and after it.
 
     Args:

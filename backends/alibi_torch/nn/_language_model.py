@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from alibi_core.backend import models
 from alibi_core.backend.checks import explains_keywords
 from alibi_core.backend.models import Generation
 from alibi_torch._internals import skipped_by_compilers
-from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts
+from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Checkpointing, Parts, TokenEmbedding
 
 
-class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
+class AlibiLanguageModel(Checkpointing, models.BaseLanguageModel):
     """Predict each next token from the tokens before it, at any length.
 
     The embedding matrix also computes the logits, unless ``config`` asks for a separate head.
@@ -96,7 +96,11 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
         return super().generate(tokens, max_new_tokens, lengths=lengths, mask=mask, **rules, **ends, key=generator)
 
     def _tied_head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embedding.weight)
+        table = self.embedding
+        if isinstance(table, TokenEmbedding):
+            return table(hidden)
+        # The user has replaced the table, say by an adapter or a quantized one: look up the rows of all tokens.
+        return F.linear(hidden, table(torch.arange(self._vocab_size, device=hidden.device)))
 
     def _sources(self, generator: torch.Generator | None, number: int) -> Sequence[torch.Generator | None]:
         return [generator] * number

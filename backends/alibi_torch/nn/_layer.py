@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from alibi_core.backend import models
 from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch.caches import KVCache, autocast_dtype
+from alibi_torch._dispatch import autocast_dtype
+from alibi_torch.caches import KVCache
 from alibi_torch.nn._slopes import KeepsSlopes
 
 

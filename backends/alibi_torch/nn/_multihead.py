@@ -96,11 +96,13 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         self.distance, self.law = distance, law
         self.shape = shape
         self._register_slopes(self.out_proj.weight.device, learnable=learnable_slopes)
+        self.register_forward_pre_hook(_no_fused_path)
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
-        # If this attribute is True, PyTorch's transformer layers skip forward() and run their fused path instead.
+        # If this attribute is True and no hook is registered, PyTorch's transformer layers skip forward() and run their
+        # fused path, which has no bias. The attribute is private, so the hook is a second lock.
         self._qkv_same_embed_dim = False
 
     @explains_keywords
@@ -240,6 +242,10 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             else:
                 added_bias = given if added_bias is None else added_bias + given
         return mask, added_bias
+
+
+def _no_fused_path(module: nn.Module, args: Any) -> None:
+    """Do nothing: as a forward hook, this keeps PyTorch's transformer layers off their fused path."""
 
 
 def _is_mask(added: Tensor) -> bool:

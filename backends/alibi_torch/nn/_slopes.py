@@ -28,11 +28,13 @@ class KeepsSlopes(nn.Module):
 
     def _register_slopes(self, device: torch.device, *, learnable: bool = False) -> None:
         """Register the slopes of ``shape`` as buffers, or learnable ones as the parameter ``log_slopes``."""
-        self.log_slopes = None
-        for name in ("slopes", "future_slopes"):
-            self.register_buffer(name, self._slopes_on(name, device), persistent=False)
-        if learnable and self.slopes is not None:
-            self.log_slopes, self.slopes = nn.Parameter(self.slopes.log()), None
+        past, future = (self._slopes_on(name, device) for name in ("slopes", "future_slopes"))
+        self.log_slopes = nn.Parameter(past.log()) if learnable and past is not None else None
+        for name, slopes in (("slopes", None if learnable else past), ("future_slopes", future)):
+            if slopes is None:
+                setattr(self, name, None)  # accelerate 1.15 cannot offload a buffer that is None
+            else:
+                self.register_buffer(name, slopes, persistent=False)
         self.register_load_state_dict_post_hook(_revive)
         self.register_state_dict_post_hook(_record)
         self.register_load_state_dict_pre_hook(_compare)
@@ -90,3 +92,12 @@ def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
         slopes = getattr(module, name)
         if device is not None and slopes is not None and slopes.is_meta:
             setattr(module, name, module._slopes_on(name, device))
+
+
+_probe = KeepsSlopes()
+_probe.log_slopes = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+if _probe.bfloat16().log_slopes.dtype != torch.float32:
+    raise ImportError(
+        f"PyTorch must cast modules by Module._apply, got {torch.__version__}, which would round slopes; take one "
+        "that the page on support names"
+    )

@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from alibi_core.backend import models
+from alibi_core.backend.checks import positive_int
 from alibi_core.backend.models import AlibiConfig
 from alibi_torch.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
-class AlibiTransformer(nn.Module, models.BaseTransformer):
+class Checkpointing(nn.Module):
+    """Gradient checkpointing, by the names that trainers of ``transformers`` and ``sentence-transformers`` call."""
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *, every_n_layers: int = 1, **options: Any
+    ) -> None:
+        """Keep only the inputs of blocks for the backward pass of training, which computes each block again.
+
+        Gradients are the same bits; a training step takes about a third more time. Caches are refused meanwhile.
+
+        Args:
+            gradient_checkpointing_kwargs: Arguments of ``torch.utils.checkpoint.checkpoint``. Default:
+                ``{"use_reentrant": False}``.
+            every_n_layers: Treat only every so many-th block in this way.
+            **options: Other options of trainers, such as ``offload``, which must be false.
+
+        Raises:
+            NotImplementedError: If a trainer asks for another option.
+
+        Example:
+            >>> model = AlibiTransformer(AlibiConfig(num_layers=2))
+            >>> model.gradient_checkpointing_enable()
+        """
+        every_n_layers = positive_int("every_n_layers", every_n_layers)
+        for name, option in options.items():
+            if option:
+                raise NotImplementedError(f"{name} must be False in gradient checkpointing, got {option!r}")
+        recompute = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        for index, block in enumerate(x for x in self.modules() if isinstance(x, Block)):
+            block.recompute = None if index % every_n_layers else recompute
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Call :meth:`gradient_checkpointing_enable`, by its new name in ``transformers``."""
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep all activations of blocks for the backward pass, the default."""
+        for block in self.modules():
+            if isinstance(block, Block):
+                block.recompute = None
+
+
+class AlibiTransformer(Checkpointing, models.BaseTransformer):
     """Transform ``[batch, length, embed_dim]`` by blocks of ALiBi attention, at any length.
 
     Args:
@@ -38,11 +88,28 @@ class AlibiTransformer(nn.Module, models.BaseTransformer):
 class Block(nn.Module, models.BaseBlock):
     """Attention and a feed-forward layer."""
 
+    recompute: dict[str, Any] | None = None  # arguments of torch.utils.checkpoint.checkpoint
+
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self._build(parts)
 
-    forward = models.BaseBlock.__call__
+    def forward(self, x: Tensor, *, cache: Any, **rules: Any) -> Any:
+        """Return the block's output, ``[batch, length, embed_dim]``."""
+        run = functools.partial(models.BaseBlock.__call__, self, cache=cache, **rules)
+        if self.recompute is None or not (self.training and torch.is_grad_enabled()):
+            return run(x)
+        if cache is not None:
+            raise ValueError("caches must be None in training with gradient checkpointing, which would fill them twice")
+        return checkpoint(run, x, **self.recompute)
+
+
+class TokenEmbedding(nn.Embedding):
+    """An embedding whose matrix also computes logits, inside of ``forward``, whose hooks may fetch and remove it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rows of integers ``[...]``, or the logits ``[..., num_embeddings]`` of vectors."""
+        return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
 
 
 class Parts(models.BaseParts):
@@ -68,7 +135,8 @@ class Parts(models.BaseParts):
         return nn.Dropout(self.config.dropout)
 
     def embedding(self, count: int) -> nn.Module:
-        table = nn.Embedding(count, self.config.embed_dim)
+        kind = TokenEmbedding if self.config.is_causal and self.config.tied_head else nn.Embedding
+        table = kind(count, self.config.embed_dim)
         nn.init.normal_(table.weight, std=self.config.embed_dim**-0.5)
         return table
 

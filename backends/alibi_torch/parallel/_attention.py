@@ -16,7 +16,7 @@ from alibi_core import slopes as canonical_slopes
 from alibi_core.backend import AttentionCall, checks
 from alibi_core.backend.sharding import HALO_SHARE, Shards, check_shard_slopes
 from alibi_torch._attention import run
-from alibi_torch._dispatch import IMPLEMENTATIONS
+from alibi_torch._dispatch import IMPLEMENTATIONS, autocasted
 from alibi_torch._internals import in_transform, skipped_by_compilers
 from alibi_torch.parallel._group import agree, check_device, place_of
 from alibi_torch.parallel._halo import GatherHalo, Halo, gathered
@@ -100,9 +100,10 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
         Blockwise Transformers", arXiv 2310.01889.
     """
-    if in_transform():
+    if in_transform(unknown=False):  # its exchange refuses transforms by itself, less clearly
         raise NotImplementedError("parallel.attention has gradients by torch.autograd, and no torch.func transforms")
     place = place_of(group, axis_name, head_axis)
+    query, key, value = autocasted(query, key, value)
     if checks.array("query", query).ndim != 4:
         raise ValueError(f"query must have shape (batch, heads, shard_len, head_dim), got {tuple(query.shape)}")
     if implementation is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from alibi_torch._internals import has_backend
 
 LARGEST_TAG = 2**24  # Tags of messages are taken modulo this.
 
@@ -73,31 +75,30 @@ def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
 
 def check_device(place: Place, tensor: Tensor) -> None:
     """Check that the group can send tensors from this tensor's device."""
-    try:
-        place.group._get_backend(tensor.device)
-    except RuntimeError as error:
+    if not has_backend(place.group, tensor.device):
         kind = tensor.device.type
-        raise ValueError(f"query must be on a device that the process group has a backend for, got {kind}") from error
+        raise ValueError(f"query must be on a device that the process group has a backend for, got {kind}")
 
 
-_tags = count()
+_next_tag, _counting = 0, threading.Lock()
 
 
 def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
     """Return the place with a new tag, equal on all processes; raise on all if ``facts`` differ, by ``repr``."""
-    global _tags
+    global _next_tag
     if place.size == 1:
         return place
     # One all_gather of 64-bit digests, and each process's next tag.
     digests = [hashlib.blake2b(repr(fact).encode(), digest_size=8).digest() for fact in facts.values()]
     numbers = [int.from_bytes(x, "little", signed=True) for x in digests]
-    mine = torch.tensor([*numbers, next(_tags)], device=device)
+    mine = torch.tensor([*numbers, _next_tag], device=device)
     found = [torch.empty_like(mine) for _ in range(place.size)]
     dist.all_gather(found, mine, group=place.group)
     everywhere = torch.stack(found)
     # Processes may have made different numbers of calls in other groups: agree on the largest counter.
     tag = int(everywhere[:, -1].max())
-    _tags = count(tag + 1)
+    with _counting:  # threads may call in other groups
+        _next_tag = max(_next_tag, tag + 1)
     differs = everywhere[:, :-1] != everywhere[0, :-1]
     if not differs.any():
         return replace(place, tag=tag % LARGEST_TAG)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alibi_core.backend import AttentionCall
 from alibi_torch._attention import run
-from alibi_torch._dispatch import needs_gradients, no_autocast
+from alibi_torch._dispatch import autocasted, needs_gradients, no_autocast
 from alibi_torch._internals import in_transform
 from alibi_torch.transformers._tokens import Tokens, is_unreadable
 
@@ -66,8 +66,7 @@ def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Toke
     ``key`` and ``value``, ``[batch, num_kv_heads, kv_len, head_dim]``, may have unused slots of a static cache at the
     end.
     """
-    if key.dtype != query.dtype and torch.is_autocast_enabled(query.device.type):  # cached keys may be float32
-        key, value = key.to(query.dtype), value.to(query.dtype)
+    query, key, value = autocasted(query, key, value)  # cached keys may be float32
     places = key, value
     if key.shape[2] > tokens.kv_len:
         key, value = key[:, :, : tokens.kv_len], value[:, :, : tokens.kv_len]

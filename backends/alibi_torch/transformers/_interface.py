@@ -12,13 +12,16 @@ Keys beyond the end of a mask are unused slots of a static cache.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils import output_capturing
 
@@ -61,7 +64,6 @@ def alibi_attention(
                 "'eager' or 'sdpa'"
             )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings return float32
     position_ids, options = kwargs.get("position_ids"), {"scale": scaling, "dropout": dropout}
     if is_cross_attention(module, is_causal):
         # Cross-attention has no positions: slopes of 0.
@@ -218,5 +220,24 @@ def _pattern_of(mask_function: Callable[..., Any]) -> tuple[str | None, Tensor |
     return "causal", sequences
 
 
+def _with_implementation(to_dict: Callable[[PreTrainedConfig], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Let ``PreTrainedConfig.to_dict``, and so saved configs, name this implementation, which loading then uses."""
+
+    @functools.wraps(to_dict)
+    def wrapped(self: PreTrainedConfig) -> dict[str, Any]:
+        named = {"attn_implementation": NAME} if getattr(self, "_attn_implementation", None) == NAME else {}
+        return to_dict(self) | named
+
+    return wrapped
+
+
 AttentionInterface.register(NAME, alibi_attention)
 AttentionMaskInterface.register(NAME, alibi_mask)
+PreTrainedConfig.to_dict = _with_implementation(PreTrainedConfig.to_dict)  # type: ignore[method-assign]
+_loaded = PreTrainedConfig.from_dict(PreTrainedConfig(attn_implementation=NAME).to_dict())
+if _loaded.to_dict().get("attn_implementation") != NAME:
+    warnings.warn(
+        f"transformers {transformers.__version__} does not keep attn_implementation='alibi' in saved models: give it "
+        "to from_pretrained, or the model computes something else",
+        stacklevel=2,
+    )

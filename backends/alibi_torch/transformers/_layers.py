@@ -86,9 +86,11 @@ class AcceleratedBloomAttention(AcceleratedAttention, BloomAttention):
     def _output(self, attended: Tensor, given: dict[str, Any]) -> Tensor:
         """Return residual + projection; with ``slow_but_exact``, the projection is summed over slices, without bias."""
         if self.pretraining_tp > 1 and self.slow_but_exact:
-            width = self.hidden_size // self.pretraining_tp
-            slices = zip(attended.split(width, dim=-1), self.dense.weight.split(width, dim=1), strict=True)
-            output = torch.stack([F.linear(x, weight) for x, weight in slices]).sum(dim=0)
+            width, weight = self.hidden_size // self.pretraining_tp, self.dense.weight
+            if weight.device != attended.device:  # read outside of its module, whose hooks would fetch it
+                raise ValueError(f"slow_but_exact must be False with weights offloaded to {weight.device}, got True")
+            slices = zip(attended.split(width, dim=-1), weight.split(width, dim=1), strict=True)
+            output = torch.stack([F.linear(x, w) for x, w in slices]).sum(dim=0)
         else:
             output = self.dense(attended)
         return given["residual"] + F.dropout(output, p=self.hidden_dropout, training=self.training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -94,17 +95,15 @@ class AcceleratedMptModel(AcceleratedModel, MptModel):
 
 
 class AcceleratedFalconModel(AcceleratedModel, FalconModel):
-    """Falcon's base model. ``use_alibi``, which adds a bias to any mask, is True only while the original code runs."""
+    """Falcon's base model. ``use_alibi``, which adds a bias to any mask, is False but where the original code runs."""
 
     alibi_own, alibi_layer = FalconModel, AcceleratedFalconAttention
     forward = _forward(FalconModel)
 
     def _run_own(self, given: dict[str, Any]) -> Any:
-        self.use_alibi = True
-        try:
-            return super()._run_own(given)
-        finally:
-            self.use_alibi = False
+        own = copy.copy(self)  # other threads may be in a pass of this model by the library
+        own.use_alibi = True
+        return super(AcceleratedFalconModel, own)._run_own(given)
 
 
 MODELS: dict[type, Any] = {
@@ -202,7 +201,7 @@ def prepare_call(outer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
     tokens = read_tokens(base, given)
     if not isinstance(tokens, Tokens) or tokens.sequences is None:
         return args, kwargs
-    base.alibi_state.tokens = tokens  # for compiled code
+    base.alibi_state.tokens = tokens
     return (), given | {"attention_mask": carrier(tokens, inputs.device)}
 
 

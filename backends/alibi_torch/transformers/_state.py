@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 LIBRARY = "alibi_torch"
+_counting = threading.Lock()
 
 
 @dataclass
@@ -19,9 +21,22 @@ class State:
     contract: str  # "model" for the model's own rounding of the bias, "exact" for none
     strict: bool  # a call that the library does not compute is an error
     calls: Counter[str] = field(default_factory=Counter)  # passes by the library (LIBRARY), by the original code (why)
-    # The Tokens of the current pass, for layers whose mask has lost its attribute: in compiled code, and after a mask
-    # is copied to another device.
-    tokens: Any = None
+    # The Tokens of the current pass, for layers whose mask has lost its attribute: in compiled code, and, by thread,
+    # after a mask is copied to another device.
+    compiled: Any = None
+    by_thread: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Any:
+        """The tokens of the current pass; None outside of one."""
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        return self.compiled if is_compiling else self.by_thread.get(threading.get_ident())
+
+    @tokens.setter
+    def tokens(self, tokens: Any) -> None:
+        self.compiled = tokens
+        if not torch.compiler.is_dynamo_compiling():
+            self.by_thread[threading.get_ident()] = tokens
 
     def count(self, model: Any, reason: str | None) -> None:
         """Count a pass by the library, or by the original code for a reason: warn at the first, or raise if strict."""
@@ -35,7 +50,8 @@ class State:
                 f"and key: {reason}. Further calls like it do so without a warning; paths(model) counts them",
                 stacklevel=2,
             )
-        self.calls[reason or LIBRARY] += 1
+        with _counting:
+            self.calls[reason or LIBRARY] += 1
 
 
 def paths(model: Any) -> dict[str, int]:
