@@ -33,6 +33,7 @@ LIBRARIES = {
     "numpy": Library("NumPy", ("float64", "float32", "float16")),
     "array_api_strict": Library("array-api-strict", ("float64", "float32")),
     "dask.array": Library("Dask", ("float64", "float32")),
+    "ndonnx": Library("ndonnx (writes ONNX)", ("float64", "float32", "float16")),
     "torch": Library(
         "PyTorch",
         ("float64", "float32", "bfloat16", "float16"),

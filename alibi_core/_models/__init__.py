@@ -11,6 +11,7 @@ from alibi_core._models.encoder import MOST_PACKED as MOST_PACKED
 from alibi_core._models.encoder import POOLING as POOLING
 from alibi_core._models.encoder import BaseEncoder as BaseEncoder
 from alibi_core._models.encoder import TextRows as TextRows
+from alibi_core._models.encoder import text_of as text_of
 from alibi_core._models.language_model import BaseLanguageModel as BaseLanguageModel
 from alibi_core._models.language_model import Generation as Generation
 from alibi_core._models.language_model import Prompts as Prompts

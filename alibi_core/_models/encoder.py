@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import asarray, astype, checks, device_of, explains_keywords, host_values, namespace_of
+from alibi_core._arrays import (
+    arange,
+    asarray,
+    astype,
+    checks,
+    device_of,
+    explains_keywords,
+    host_values,
+    is_exporting,
+    is_kind,
+    namespace_of,
+    running_sum,
+)
 from alibi_core._bias import working_dtype
 from alibi_core._models.transformer import BaseTextModel, check_in_table, check_tokens
 
@@ -38,22 +50,24 @@ class TextRows:
 
     @staticmethod
     def check_form(shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> None:
-        """Check kinds and shapes, without values: of arrays of any library that has NumPy's dtypes."""
+        """Check kinds and shapes of arrays of any library, without values."""
         if len(shape) != 2:
             raise ValueError(f"tokens must have shape (batch, length), got {shape}")
         if lengths is not None and mask is not None:
             raise ValueError("lengths must be None where a mask is given, got both")
         for name, given, kinds, words in (
-            ("lengths", lengths, "iu", "integers"),
-            ("mask", mask, "biu", "booleans, or integers"),
+            ("lengths", lengths, ("integral",), "integers"),
+            ("mask", mask, ("bool", "integral"), "booleans, or integers"),
         ):
             # The dtype of an empty list is float64: only check arrays with elements.
-            if given is not None and given.size and given.dtype.kind not in kinds:
+            if given is None or 0 in given.shape:
+                continue
+            if not any(is_kind(namespace_of(given), given.dtype, kind) for kind in kinds):
                 raise TypeError(f"{name} must be {words}, got {given.dtype}")
-        if lengths is not None and lengths.shape != shape[:1]:
-            raise ValueError(f"lengths must have shape (batch {shape[0]},), got {lengths.shape}")
-        if mask is not None and mask.shape != shape:
-            raise ValueError(f"mask must have the shape of tokens, {shape}, got {mask.shape}")
+        if lengths is not None and tuple(lengths.shape) != shape[:1]:
+            raise ValueError(f"lengths must have shape (batch {shape[0]},), got {tuple(lengths.shape)}")
+        if mask is not None and tuple(mask.shape) != shape:
+            raise ValueError(f"mask must have the shape of tokens, {shape}, got {tuple(mask.shape)}")
 
     def check_in_table(self, name: str, numbers: Any, size: int) -> None:
         """Check that ids of text are rows of a table of ``size`` embeddings; ids in padding may be any.
@@ -102,6 +116,15 @@ class TextRows:
         # Row indices are sorted, so each pack is a slice.
         edges = np.searchsorted(self.row_of_place, [*starts[1:]])
         yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
+
+
+def text_of(tokens: Any, lengths: Any | None, mask: Any | None) -> Any:
+    """Return which tokens are text, ``[batch, length]`` booleans, where a compiler hides the values of arrays."""
+    TextRows.check_form(tuple(tokens.shape), lengths, mask)
+    if lengths is not None:
+        xp = namespace_of(lengths)
+        return arange(xp, tokens.shape[1], device_of(xp, lengths))[None] < lengths[:, None]
+    return tokens == tokens if mask is None else mask != 0
 
 
 def _read(name: str, given: Any | None) -> Numbers | None:
@@ -163,7 +186,7 @@ class BaseEncoder(BaseTextModel):
 
         Padding is not computed: texts of different lengths are packed into rows. Padding between tokens of one text
         counts in the distances and is computed. The host must read where padding is, so an accelerator is synchronised
-        once.
+        once. An exported program computes padding and masks it.
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``; ids in padding may be any.
@@ -203,40 +226,50 @@ class BaseEncoder(BaseTextModel):
 
     def _encode(self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any, pooling: str) -> Any:
         """Return the vectors of texts, ``[batch, embed_dim]``; JAX compiles this."""
-        calls, places, rows = self._packed(tokens, token_types, lengths, mask)
+        given = {"tokens": tokens, "token_types": token_types}
+        if is_exporting():  # a program for texts of all lengths
+            return self._encode_padded(given, text_of(tokens, lengths, mask), pooling)
+        calls, rows = self._packed(given, lengths, mask)
+        if rows.has_gaps:
+            xp = namespace_of(tokens)
+            return self._encode_padded(given, asarray(xp, rows.text, None, device_of(xp, tokens)), pooling)
         # [tokens of text, embed_dim], row by row
         vectors = self._xp.concatenate([self(**call).reshape(-1, self.config.embed_dim) for call in calls])
-        return self._pooled(vectors if places is None else vectors[places], rows, pooling)
+        return self._pooled(vectors, rows, pooling)
 
-    def _packed(
-        self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any
-    ) -> tuple[list[dict[str, Any]], Any | None, TextRows]:
-        """Return the arguments of calls of the model, the places of text in their results, and the rows.
+    def _packed(self, given: dict[str, Any], lengths: Any, mask: Any) -> tuple[list[dict[str, Any]], TextRows]:
+        """Return the arguments of calls of the model whose results are text alone, and the rows.
 
-        The places are None if the results are text alone. This is work for the host, which PyTorch's compiler skips.
+        This is work for the host, which PyTorch's compiler skips.
         """
-        rows, xp = self._text_rows(tokens, token_types, lengths, mask), namespace_of(tokens)
-        given = {"tokens": tokens, "token_types": token_types}
-
-        def placed(values: Numbers) -> Any:
-            return asarray(xp, values, None, device_of(xp, tokens))
-
+        tokens = given["tokens"]
+        rows, xp = self._text_rows(**given, lengths=lengths, mask=mask), namespace_of(tokens)
         # Without padding, one call on the batch as it is.
-        if rows.is_full:
-            return [given], None, rows
-        if rows.has_gaps:
-            text = placed(rows.text)
-            # Ids in padding may be out of range: replace them by 0.
-            given = {name: None if x is None else x * astype(xp, text, x.dtype) for name, x in given.items()}
-            # Gaps count in distances, so rows are computed with a padding mask.
-            return [given | {"mask": text[:, None, None]}], placed(rows.places), rows
+        if rows.is_full or rows.has_gaps:
+            return [given], rows
         calls = []
         for places, segment_ids in rows.packs(self._most_packed(tokens)):
-            index = placed(places)
+            index, ids = (asarray(xp, x, None, device_of(xp, tokens)) for x in (places, segment_ids))
             # [1, tokens of text]: one packed row
             packed = {name: None if x is None else x.reshape(-1)[index][None] for name, x in given.items()}
-            calls.append(packed | {"segment_ids": placed(segment_ids)[None]})
-        return calls, None, rows
+            calls.append(packed | {"segment_ids": ids[None]})
+        return calls, rows
+
+    def _encode_padded(self, given: dict[str, Any], text: Any, pooling: str) -> Any:
+        """Return the vectors of padded texts, ``[batch, embed_dim]``; ``text``, ``[batch, length]``, says what is text.
+
+        Padding is computed and masked: where it is may be unknown, or it may count in distances.
+        """
+        xp = namespace_of(text)
+        # Ids in padding may be out of range, for which JAX returns NaN: replace them by 0.
+        given = {name: None if x is None else xp.where(text, x, 0) for name, x in given.items()}
+        vectors = self(**given, mask=text[:, None, None])
+        vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
+        if pooling == "cls":
+            text = xp.logical_and(text, running_sum(xp, astype(xp, text, xp.int32)) == 1)  # the first token of text
+        vectors = xp.where(text[..., None], vectors, 0.0)  # padding may be NaN, and 0 * NaN is NaN
+        counts = xp.sum(astype(xp, text, vectors.dtype), axis=1)
+        return xp.sum(vectors, axis=1) / xp.where(counts == 0, 1.0, counts)[:, None]
 
     def _pooled(self, vectors: Any, rows: TextRows, pooling: str) -> Any:
         """Return the vectors of texts, ``[batch, embed_dim]``, from those of their tokens, row by row."""

@@ -18,7 +18,8 @@ IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a
 def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None) -> str:
     """Return ``implementation``, or raise if it cannot run the call; by default, the first that can."""
     if implementation is None:
-        return next(name for name in IMPLEMENTATIONS if refusal(name, call, query, key, value) is None)
+        names = ("sdpa", "dense") if torch.compiler.is_exporting() else IMPLEMENTATIONS
+        return next(name for name in names if refusal(name, call, query, key, value) is None)
     reason = refusal(implementation, call, query, key, value)
     if reason is not None:
         able = [repr(name) for name in IMPLEMENTATIONS if refusal(name, call, query, key, value) is None]

@@ -38,6 +38,8 @@ def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, terms: 
     # The fused CPU kernel requires the mask to have as many axes as the query.
     bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
+    if torch.compiler.is_exporting():  # PyTorch 2.13 decomposes the function into one with other strides
+        result = result.clone(memory_format=torch.contiguous_format)
     return _zero_where_masked(result, attends).to(call.dtype)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import alibi_core
 from alibi_core.capabilities import CORE, LIBRARIES, OF_BACKENDS, modes
-from tests.support.frameworks import FRAMEWORKS, JAX, NUMPY, STRICT, Backend, Framework
+from tests.support.frameworks import JAX, NUMPY, OF_CAPABILITIES, STRICT, Backend, Framework
 from tests.support.frameworks import LIBRARIES as BACKENDS
 
 RNG = np.random.default_rng(0)
@@ -73,7 +73,7 @@ QUICK = ("bias both ways", "bias far from its keys", "bias_from_positions by seg
 
 def cells() -> Iterator[Any]:
     """Yield each function with each library and way to call it. Where each compiles, all but QUICK are slow."""
-    for item in FRAMEWORKS:
+    for item in OF_CAPABILITIES:
         framework = item.values[0]
         for mode, name in itertools.product(LIBRARIES[framework.module].modes, CALLS):
             is_quick = name in QUICK or (mode != "compiled" and framework is not JAX)

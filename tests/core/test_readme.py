@@ -37,6 +37,9 @@ NEEDS = {
     "transformers": r"\btransformers\b",
     "safetensors": r"\b(?:safetensors|\w+_weights|load_checkpoint)\b",
     "hypothesis": r"\bhypothesis\b",
+    "onnxscript": r"\bonnx\b",
+    "onnxruntime": r"\bonnxruntime\b",
+    "ndonnx": r"\bndonnx\b",
     "matplotlib": r"\bplot\b|\.figure\(",
 }
 

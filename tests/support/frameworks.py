@@ -63,6 +63,8 @@ class Framework:
         """Return an array's values as NumPy float64 (exact), or as they are if they are no floats."""
         if self.name == "torch":
             array = array.detach()
+        if self.name == "ndonnx":
+            array = array.unwrap_numpy()
         if "bfloat16" in str(array.dtype):
             array = self.cast(array, "float32")
         result = np.asarray(array)
@@ -105,6 +107,7 @@ TORCH = Framework("torch", "torch")
 JAX = Framework("jax", "jax.numpy")
 MLX = Framework("mlx", "mlx.core")
 DASK = Framework("dask", "dask.array")
+NDONNX = Framework("ndonnx", "ndonnx")
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,7 @@ def few_in_jax(items: list[Any], values: Iterable[Any], *quick: Any) -> list[Any
 
 
 FRAMEWORKS = [param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
+OF_CAPABILITIES = [*FRAMEWORKS, param(NDONNX, NDONNX.name, NDONNX)]
 COMPILERS = [param(f, f.name, f) for f in (TORCH, JAX, MLX)]
 FRAMEWORK = {f.name: f for f in (TORCH, JAX, MLX)}
 NAMES = [param(f.name, f.name, f) for f in FRAMEWORK.values()]

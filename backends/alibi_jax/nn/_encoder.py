@@ -61,7 +61,10 @@ class AlibiEncoder(nnx.Module, models.BaseEncoder):
     ) -> jax.Array:
         arrays = {"tokens": tokens, "token_types": token_types}
         if is_traced(nnx.state(self), lengths, mask, tokens):
-            return self._encode_padded(arrays, _text_of(tokens, lengths, mask), pooling)
+            if is_traced(lengths, mask):
+                return self._encode_padded(arrays, models.text_of(tokens, lengths, mask), pooling)
+            text = models.TextRows.check(tokens.shape, lengths, mask).text
+            return self._encode_padded(arrays, jnp.asarray(text), pooling)
         rows = self._text_rows(tokens, token_types, lengths, mask)
         graph, state = nnx.split(self)
         if rows.is_full or rows.has_gaps:
@@ -72,16 +75,6 @@ class AlibiEncoder(nnx.Module, models.BaseEncoder):
         arrays = {name: None if x is None else x.reshape(-1)[places][None] for name, x in arrays.items()}
         segment_ids = np.pad(rows.row_of_place, (0, spare), constant_values=batch)  # padding: segment of no text
         return _encode_packed(graph, state, arrays, jnp.asarray(segment_ids), batch, pooling)
-
-    def _encode_padded(self, arrays: dict[str, Any], text: jax.Array, pooling: str) -> jax.Array:
-        """Return the vectors of padded texts, ``[batch, embed_dim]``; ``text`` is False at padding."""
-        # The padding token may be out of range, for which nnx.Embed returns NaN: replace it by 0.
-        arrays = {name: None if x is None else jnp.where(text, x, 0) for name, x in arrays.items()}
-        hidden = _at_least_float32(self(**arrays, mask=text[:, None, None]))
-        if pooling == "cls":
-            text = text & (jnp.cumsum(text, axis=1) == 1)  # the first token of each row
-        hidden = jnp.where(text[..., None], hidden, 0)  # padding may be NaN, and 0 * NaN is NaN
-        return hidden.sum(axis=1) / jnp.maximum(text.sum(axis=1), 1).astype(hidden.dtype)[:, None]
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -108,16 +101,6 @@ def _without_dropout(graph: Any, state: Any) -> AlibiEncoder:
     model = nnx.merge(graph, state)
     model.eval()
     return model
-
-
-def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
-    """Return the mask of text, ``[batch, length]``, for a call with traced values."""
-    if not is_traced(lengths, mask):
-        return jnp.asarray(models.TextRows.check(tokens.shape, lengths, mask).text)
-    models.TextRows.check_form(tokens.shape, lengths, mask)
-    if lengths is not None:
-        return jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    return mask.astype(bool)
 
 
 def _filled(count: int) -> int:

@@ -50,14 +50,14 @@ class Rules(NamedTuple):
         else:  # the builder ignores sequence boundaries: build one row and gather by position in the sequence
             index = tokens.counts(device) if self.counts_text else tokens.offsets(device).clamp(min=0)
             index = index[:, None, :].expand(-1, num_heads, -1)
-            built = self.build(ones, num_heads, dtype).expand(len(index), -1, -1).gather(-1, index)
+            built = self.build(ones, num_heads, dtype).expand(index.shape[0], -1, -1).gather(-1, index)
         bias = (built / self.divisor).double()
         if self.additions > 1:  # further additions are not rounded to the dtype
             bias = bias + (self.additions - 1) * (built.double() / self.divisor)
         if tokens.origins is None:
             return bias - bias[..., :1]
         origins = tokens.origins[:, None, :].expand(-1, num_heads, -1)
-        return bias - bias.expand(len(origins), -1, -1).gather(-1, origins)
+        return bias - bias.expand(origins.shape[0], -1, -1).gather(-1, origins)
 
 
 def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
@@ -127,7 +127,7 @@ def _plan(
     if key_bias is not None:
         # Keep only the difference to slopes * offset (the model's rounding): it is small enough for float32.
         key_bias = (key_bias - slopes[:, None] * tokens.offsets(device)[:, None, :]).to(working)
-        key_bias = key_bias[0] if len(key_bias) == 1 else key_bias
+        key_bias = key_bias[0] if key_bias.shape[0] == 1 else key_bias
     call = AttentionCall.check(
         query,
         key,

@@ -74,7 +74,7 @@ class Tokens:
         if text is None or self.origins is None:
             return self.offsets(device)
         counts = text.cumsum(dim=-1)
-        before = (counts - text.long()).gather(-1, self.origins.expand(len(counts), -1))
+        before = (counts - text.long()).gather(-1, self.origins.expand(counts.shape[0], -1))
         return (counts - before - 1) * text
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
