@@ -1,6 +1,6 @@
-"""Hypothesis profiles: ``quick`` by default, ``ci`` (the same draws every time) in CI, ``thorough`` on demand.
+"""Hypothesis's profiles, ``quick`` and, on demand, ``HYPOTHESIS_PROFILE=thorough``; ``EXAMPLES=1000`` sets the number.
 
-Choose one with ``HYPOTHESIS_PROFILE=thorough``.
+Each run draws anew. In CI the seed is the day, which all jobs of a day share; a failure says how to repeat it.
 """
 
 import gc
@@ -18,23 +18,35 @@ from hypothesis import HealthCheck, settings
 
 # A first call in JAX or torch.compile compiles: there is no deadline that means anything.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors]}
-settings.register_profile("quick", max_examples=20, **_COMMON)
-settings.register_profile("ci", max_examples=20, derandomize=True, print_blob=True, **_COMMON)
-settings.register_profile("thorough", max_examples=400, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))
+settings.register_profile("quick", max_examples=int(os.environ.get("EXAMPLES", "20")), **_COMMON)
+settings.register_profile("thorough", max_examples=int(os.environ.get("EXAMPLES", "400")), **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "quick")
 
 # Where the TPU's compiler is installed but no accelerator is, JAX would look for one, and complain at length.
 if not any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio", "nvidiactl")):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the processes of a run, and its modules, share the programs that JAX has compiled."""
+    """Draw with the day's seed in CI. Let the processes of a run, and its modules, share programs compiled by JAX."""
+    if os.environ.get("CI") and config.getoption("hypothesis_seed") is None:
+        config.option.hypothesis_seed = time.strftime("%Y%m%d", time.gmtime())
     if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="alibi-jax-")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """Say of a failure with a given seed how to repeat it."""
+    report = yield
+    if report.failed and (seed := item.config.getoption("hypothesis_seed")) is not None:
+        line = f"EXAMPLES={settings().max_examples} python -m pytest --hypothesis-seed={seed} '{item.nodeid}'"
+        report.sections.append(("To repeat", line))
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,9 +67,10 @@ def alibi_profile() -> str:
 
 
 @pytest.fixture(scope="session")
-def alibi_seed() -> int:
-    """The same draws every time in CI; reports name the seed."""
-    return 0 if settings().derandomize else time.time_ns() % 10**6
+def alibi_seed(pytestconfig: pytest.Config) -> int:
+    """The seed of the kit's draws: Hypothesis's, if it is given; reports name it."""
+    seed = pytestconfig.getoption("hypothesis_seed")
+    return time.time_ns() % 10**6 if seed is None else int(seed)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -86,6 +86,11 @@ class Terms:
         """Return all four arrays after a linear operation with positive coefficients."""
         return Terms(*(function(x) for x in (self.value, self.by_score, self.by_size, self.tiny)))
 
+    def scaled(self, factor: float) -> Terms:
+        """Return the terms of ``factor * value``."""
+        sizes = (self.by_score, self.by_size, self.tiny)
+        return Terms(factor * self.value, *(abs(factor) * x for x in sizes))
+
     def times(self, tensor: Values) -> Terms:
         """Return the terms of ``value @ tensor``."""
         return Terms(self.value @ tensor, *(x @ abs(tensor) for x in (self.by_score, self.by_size, self.tiny)))
@@ -213,8 +218,8 @@ class Attention:
         tiny = self._visible * (2 + d_sizes + d_sizes.sum(axis=-1, keepdims=True))
         by_score = Terms(d_scores, self._score_error * sizes, sizes, tiny)
         terms = {
-            "query": by_score.times(self.keys).map(lambda x: self.scale * x),
-            "key": by_score.map(_transposed).times(self.query).map(lambda x: self.scale * self._per_kv_head(x)),
+            "query": by_score.times(self.keys).scaled(self.scale),
+            "key": by_score.map(_transposed).times(self.query).map(self._per_kv_head).scaled(self.scale),
             "value": self._weight_terms.map(_transposed).times(cotangent).map(self._per_kv_head),
             "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
         }

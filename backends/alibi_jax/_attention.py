@@ -145,9 +145,9 @@ def run(
 
     ``key_norms``, ``[batch, num_kv_heads, blocks]``, are upper bounds of the norms of each 128 keys. Default: measured.
     """
+    choose(implementation, call)  # raises if the implementation is named and cannot run the call
     if call.is_empty:
         return jnp.zeros_like(query)
-    choose(implementation, call)  # raises if the implementation is named and cannot run the call
     if implementation == "dense":
         return dense(call, query, key, value)
     return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)

@@ -125,7 +125,7 @@ def run(
 
     Without ``norms``, all keys are read once to measure their norms.
     """
-    if call.is_empty or choose(call, implementation) == "dense":
+    if choose(call, implementation) == "dense" or call.is_empty:
         return dense_attention(call, query, key, value)
     flat = call.with_one_batch_axis()
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))

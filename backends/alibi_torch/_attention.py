@@ -191,9 +191,9 @@ def run(
     kernel_options: dict[str, Any] | None = None,
 ) -> Tensor:
     """Compute a checked call by ``implementation``, or by default the first that can run it."""
+    implementation = choose(call, query, key, value, implementation)
     if call.is_empty:  # no elements, but the result stays connected to the autograd graph
         return dense_attention(call, query, key, value)
-    implementation = choose(call, query, key, value, implementation)
     # Autocast would round the bias to low precision. The inputs have been cast already.
     with no_autocast(query.device.type):
         if implementation == "tiled":

@@ -1,0 +1,277 @@
+"""An attention problem over all arguments, as a few words and a seed, and its exact answer from the definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alibi_core.conformance.testing import DATA, UNIT_ROUNDOFF, Answer, Attention, rounded, summed_over_batch
+from tests.support.tiles import Tiling
+
+TENSORS = ("query", "key", "value")
+
+
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """One call of attention, and what is asked of it. A word says how an array is made; its values are the seed's."""
+
+    lengths: tuple[int, int] = (7, 7)  # queries, keys
+    batch: tuple[int, ...] = (2,)
+    heads: tuple[int, int] = (3, 1)  # of keys and values; query heads to each
+    head_dim: int = 5
+    dtype: str = "float32"
+    data: str = "normal"  # or a name in DATA: outliers, sinks, ...
+    slopes: str = "shared"  # "per entry"; "default"
+    future: str | None = None  # as slopes, or "zero": slopes of keys after the query
+    is_causal: bool = True
+    q_offset: int | str | None = None  # "array"; "per entry"; "far per entry"
+    window_size: int | None = None
+    segments: str | None = None  # a name in SEGMENTS
+    mask: str | None = None  # axes in order, "1" for one that broadcasts; ":int" behind them for integers
+    points: str | None = None  # a name in POINTS: positions of the caller's own
+    distance: str = "manhattan"
+    law: str = "linear"
+    scale: float | None = None
+    tolerance: float | None = None
+    adds_bias: bool = False
+    returns_weights: bool = False
+    wrt: tuple[str, ...] = ()  # the arguments whose gradients are asked for
+    loss: str = "random"  # a name in COTANGENTS
+    luck: int = 100  # compiled in libraries in which more problems than so many in a hundred are compiled
+    closes_over: bool = False  # whether arguments without gradients are constants of the program
+    tiling: Tiling | None = None  # sizes of tiles in place of those by default
+    seed: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        return self.heads[0] * self.heads[1]
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """The shape of the scores."""
+        return (*self.batch, self.num_heads, *self.lengths)
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Any]:
+        """The tensors, rounded to the dtype, the cotangent, and the slopes, float32 numbers; all in float64."""
+        rng, (q_len, kv_len) = np.random.default_rng(self.seed), self.lengths
+        sizes = {"query": (self.num_heads, q_len), "key": (self.heads[0], kv_len), "value": (self.heads[0], kv_len)}
+        found = {
+            name: rng.standard_normal((math.prod(self.batch), *size, self.head_dim)) * rng.choice([0.25, 1.0, 4.0])
+            for name, size in (sizes | {"cotangent": sizes["query"]}).items()
+        }
+        if self.data != "normal" and 0 not in self.scores:
+            DATA[self.data](*(found[name] for name in TENSORS))
+        found = {name: rounded(x, self.dtype).reshape(*self.batch, *x.shape[1:]) for name, x in found.items()}
+        found["cotangent"] = shaped(self.loss, found["cotangent"])
+        for name, kind in (("slopes", self.slopes), ("future_slopes", self.future)):
+            shape = (*(self.batch if kind == "per entry" else ()), self.num_heads)
+            values = rng.choice(np.float32([0, 2.0**-16, 0.0625, 0.3, 1, 2.5]), shape).astype(np.float64)
+            if kind not in (None, "default"):
+                found[name] = values * (kind != "zero")
+        return found
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The other arguments of attention, those that are not the defaults; arrays are NumPy's."""
+        rng, (q_len, kv_len) = np.random.default_rng((self.seed, 1)), self.lengths
+        values = {"is_causal": True, "distance": "manhattan", "law": "linear", "scale": None, "window_size": None}
+        given = {name: getattr(self, name) for name, default in values.items() if getattr(self, name) != default}
+        given |= {} if self.tolerance is None else {"tolerance": self.tolerance}
+        given |= {"return_weights": True} if self.returns_weights else {}
+        if isinstance(self.q_offset, str):
+            near, far = np.arange(-4, 14), np.asarray([-(2**30), -(10**6), 5, 10**6, 2**29 + 50, 2**30 - 9])
+            shape = () if self.q_offset == "array" else self.batch
+            given["q_offset"] = np.asarray(rng.choice(far if "far" in self.q_offset else near, shape), np.int32)
+        elif self.q_offset is not None:
+            given["q_offset"] = self.q_offset
+        if self.segments is not None:
+            given["segment_ids"] = SEGMENTS[self.segments](rng, self.batch, q_len, kv_len)
+        if self.points is not None:
+            given["positions"] = POINTS[self.points](rng, self.batch, q_len, kv_len)
+        if self.mask is not None:
+            axes, _, kind = self.mask.partition(":")
+            mask = rng.random(self.mask_shape(axes)) < rng.choice([0.3, 0.6, 0.95])
+            mask[rng.random(mask.shape[:-1]) < 0.2] = False  # rows that see nothing
+            given["mask"] = mask.astype(rng.choice([np.uint8, np.int32])) if kind else mask
+        if self.adds_bias:
+            added = rng.standard_normal(self.scores[-3:]).astype(np.float32)
+            added = added.reshape((*(1,) * len(self.batch), *added.shape))
+            given["added_bias"] = np.where(rng.random(added.shape) < 0.2, -np.inf, added).astype(np.float32)
+        return given
+
+    def mask_shape(self, axes: str) -> tuple[int, ...]:
+        sizes = {"b": self.batch, "1": (1,)} | dict(zip("hqk", ((n,) for n in self.scores[-3:]), strict=True))
+        return sum((sizes[axis] for axis in axes), ())
+
+    def __repr__(self) -> str:
+        fields = ((x.name, getattr(self, x.name), x.default) for x in dataclasses.fields(self))
+        return f"Problem({', '.join(f'{name}={value!r}' for name, value, default in fields if value != default)})"
+
+
+def shaped(kind: str, cotangent: Any) -> Any:
+    """Return the cotangent of a loss: a weighted sum, a sum, or one row or one element in the middle."""
+    if kind in ("ones", "zeros"):
+        return np.full_like(cotangent, float(kind == "ones"))
+    middle = tuple(n // 2 for n in cotangent.shape)
+    place = {"one row": (..., middle[-2], slice(None)), "one element": middle}.get(kind, ...)
+    kept = np.zeros_like(cotangent)
+    if cotangent.size:
+        kept[place] = cotangent[place]
+    return kept
+
+
+def sorted_ids(rng: Any, *shape: int) -> Any:
+    return np.sort(rng.integers(0, 3, shape), axis=-1).astype(np.int32)
+
+
+def mixed_ids(rng: Any, *shape: int) -> Any:
+    return rng.choice(np.asarray([2, -7, 7, 2 + 2**16], np.int32), shape)
+
+
+# One array serves queries and keys, a pair has one for each; without batch axes all entries share it.
+SEGMENTS: dict[str, Callable[..., Any]] = {
+    "one": lambda rng, batch, _, k: sorted_ids(rng, *batch, k),
+    "one row": lambda rng, _, q, k: sorted_ids(rng, k).astype(np.uint8),
+    "pair": lambda rng, batch, q, k: (sorted_ids(rng, *batch, q), sorted_ids(rng, *batch, k)),
+    "pair of one row": lambda rng, batch, q, k: (sorted_ids(rng, q).astype(np.int64), mixed_ids(rng, *batch, k)),
+    "mixed": lambda rng, batch, q, k: (mixed_ids(rng, *batch, q), mixed_ids(rng, *batch, k)),
+}
+
+
+def at(kind: str, *dims: int, shares: bool = False, of_all: bool = False) -> Callable[..., Any]:
+    """Return a function that makes positions; NaN marks a token without a position."""
+
+    def made(rng: Any, batch: tuple[int, ...], *lengths: int) -> Any:
+        shapes = [(*(() if of_all else batch), n, *dims) for n in lengths]
+        if kind == "integer":
+            found = [rng.integers(-9, 9, shape).astype(np.int32) for shape in shapes]  # with ties
+        else:
+            found = [rng.normal(0, 9, shape).astype(np.float32) for shape in shapes]
+        if kind == "nowhere":
+            for x in found:
+                x[rng.random(x.shape) < 0.3] = np.nan  # one coordinate is enough
+        return found[0] if shares else tuple(found)
+
+    return made
+
+
+POINTS = {
+    "integers": at("integer"),
+    "times": at("real"),
+    "times of all": at("real", of_all=True),
+    "some nowhere": at("nowhere"),
+    "one for both": at("integer", shares=True),
+    "grid": at("integer", 2),
+    "space": at("real", 3),
+    "space, some nowhere": at("nowhere", 2),
+    "one space for both": at("nowhere", 3, shares=True),
+    "space of all": at("real", 2, of_all=True),
+}
+ON_LINE = tuple(POINTS)[:5]
+
+
+# --- The exact answer -------------------------------------------------------------------------------------------------
+
+
+def pair(given: Any) -> tuple[Any, Any]:
+    return given if isinstance(given, tuple) else (given, given)
+
+
+def canonical_slopes(heads: int) -> list[float]:
+    """Return the slopes of the paper, also where heads are no power of two."""
+    power = 2 ** int(math.log2(heads))
+    own = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    return own + [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+
+
+def exact(p: Problem) -> dict[str, Answer]:
+    """Return the exact result, weights and gradients of a problem, each with its budget of rounding.
+
+    Budgets are derived in alibi_core.conformance.oracle; bias, mask and distances are made here, from the definition.
+    """
+    given, (q_len, kv_len), entries = p.arguments, p.lengths, math.prod(p.batch)
+
+    def of_entries(x: Any, *axes: int) -> Any:
+        """Return an array of the batch, [entries, *axes], of one that broadcasts to it."""
+        return np.broadcast_to(x, (*p.batch, *axes)).reshape(entries, *axes)
+
+    tensors = {name: p.arrays[name].reshape(entries, *p.arrays[name].shape[-3:]) for name in (*TENSORS, "cotangent")}
+    default = np.float32(canonical_slopes(p.num_heads)) if p.dtype != "float64" else canonical_slopes(p.num_heads)
+    slopes = of_entries(p.arrays.get("slopes", default), p.num_heads)[..., None, None]
+    future = slopes if p.future is None else of_entries(p.arrays["future_slopes"], p.num_heads)[..., None, None]
+
+    # How far keys are ahead of queries, and the distance, [entries, 1, q_len, kv_len]. Products of float32 slopes with
+    # near distances are exact in float64, others need more bits.
+    is_far = np.abs(given.get("q_offset", 0)).max(initial=0) > 999
+    wide = np.longdouble if is_far or p.dtype == "float64" else np.float64
+    if p.points is None:
+        offset = of_entries(given.get("q_offset", kv_len - q_len)).astype(np.int64)[:, None, None, None]
+        places = offset + np.arange(q_len)[:, None]  # of queries
+        ahead = (np.arange(kv_len) - places).astype(wide)
+        distance, origin = abs(ahead), np.maximum(np.maximum(-places, places - kv_len + 1), 0)
+    else:
+        places = (x[..., None] if p.points in ON_LINE else x for x in pair(given["positions"]))
+        queries, keys = (of_entries(x, n, x.shape[-1]).astype(wide) for x, n in zip(places, p.lengths, strict=True))
+        steps = (keys[:, None] - queries[:, :, None])[:, None]
+        norms = {"manhattan": abs(steps).sum(-1), "chebyshev": abs(steps).max(-1)}
+        norms["euclidean"] = np.sqrt((steps**2).sum(-1))
+        is_nowhere = np.isnan(steps).any(-1)
+        distance = np.where(is_nowhere, 0, norms[p.distance])
+        ahead = np.where(is_nowhere, 0, steps[..., 0]) if p.points in ON_LINE else -distance
+    penalty = {"linear": lambda x: x, "log": np.log1p, "sqrt": np.sqrt}[p.law](distance)
+
+    visible = np.ones((entries, p.num_heads, q_len, kv_len), bool)
+    if p.is_causal:
+        visible &= ahead <= 0
+    if p.window_size is not None:
+        visible &= distance <= p.window_size
+    if p.segments is not None:
+        q_ids, kv_ids = (of_entries(x, n) for x, n in zip(pair(given["segment_ids"]), p.lengths, strict=True))
+        visible &= q_ids[:, None, :, None] == kv_ids[:, None, None].astype(np.int64)
+    if p.mask is not None:
+        axes, mask = p.mask.partition(":")[0], given["mask"] != 0
+        if axes[0] == "b":  # the axes of the batch come first; the axes that are missing follow
+            mask = mask.reshape(*p.batch, *(1,) * (4 - len(axes)), *mask.shape[len(p.batch) :])
+        visible &= of_entries(mask, *p.scores[-3:])
+    added = of_entries(given.get("added_bias", 0.0), *p.scores[-3:])
+    visible &= np.isfinite(added)
+
+    # Softmax ignores what the keys of a row have in common: the bias counts from the highest.
+    full = np.where(visible, np.where(np.isfinite(added), added, 0) - np.where(ahead > 0, future, slopes) * penalty, 0)
+    highest = np.where(visible, full, -np.inf).max(-1, keepdims=True, initial=-np.inf)
+    highest = np.where(highest > -np.inf, highest, 0)
+    bias = np.where(visible, full - highest, -np.inf).astype(np.float64)
+    # Distances between tokens are whole, and those of a row count from the nearest; others are rounded at their size.
+    is_whole = p.law == "linear" and p.points in (None, "integers", "one for both")
+    largest = None if is_whole else abs(full).max(-1, keepdims=True, initial=0).astype(np.float64)
+    scale = p.head_dim**-0.5 if p.scale is None else p.scale
+    arrays = [tensors[name] for name in TENSORS]
+    problem = Attention(*arrays, bias=bias, scale=scale, dtype=p.dtype, largest_bias=largest)
+
+    is_approximate = p.points is None and p.law == "linear" and not (p.adds_bias or p.returns_weights)
+    share = (UNIT_ROUNDOFF[p.dtype] if p.tolerance is None else p.tolerance) if is_approximate else 0.0
+    found = {"result": problem.output_without(share)}
+    if p.returns_weights:
+        identity = np.broadcast_to(np.eye(kv_len), (entries, p.heads[0], kv_len, kv_len))
+        found["weights"] = dataclasses.replace(problem, value=identity).output
+    # The derivatives of the bias by slopes of either side. Distances count from the row's end that is nearest.
+    sides = {"slopes": visible & ((p.future is None) | (ahead <= 0)), "future_slopes": visible & (ahead > 0)}
+    for name in ("slopes", "future_slopes") if p.future is not None else ("slopes",):
+        along = np.where(sides[name], penalty - (origin if is_whole and p.points is None else 0), 0).astype(np.float64)
+        gradients = problem.gradients_without(share, tensors["cotangent"], along)
+        by_slopes = gradients.pop("slopes")
+        is_shared = name in p.arrays and p.arrays[name].ndim == 1 and len(p.batch) > 0
+        found |= gradients | {name: summed_over_batch(by_slopes) if is_shared else by_slopes}
+
+    def as_given(name: str, x: Any) -> Any:
+        return x.reshape(p.arrays[name].shape if "slopes" in name else (*p.batch, *x.shape[-3:]))
+
+    names = ("result", *(["weights"] if p.returns_weights else []), *p.wrt)
+    return {name: Answer(as_given(name, found[name].value), as_given(name, found[name].budget)) for name in names}
