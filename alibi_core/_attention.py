@@ -60,7 +60,8 @@ def attention(
         positions: Explicit positions, integer or floating: one array for queries and keys alike, or a pair
             ``(queries, keys)``; ``[..., length]`` on a line or ``[..., length, dims]`` in space. A token without a
             position has NaN: its distance to every token is 0. Causal attention compares positions, on a line only, and
-            a query sees the keys at its own position. Excludes ``q_offset`` and ``window_size``.
+            a query sees the keys at its own position. Excludes ``q_offset`` and ``window_size``. Backends have no
+            derivatives by positions, and raise NotImplementedError if asked for some.
         distance: Distance between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``. All are the same on a
             line.
         law: How the penalty grows with the distance d: ``"linear"``, d; ``"log"``, ``log(1 + d)``; ``"sqrt"``,

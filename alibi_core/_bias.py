@@ -27,7 +27,7 @@ from alibi_core._arrays import (
     signed,
 )
 from alibi_core._contracts import Contract
-from alibi_core._distance import LAWS, as_points, check_positions, difference, penalty, relative_points
+from alibi_core._distance import LAWS, as_points, check_positions, difference, penalty, penalty_beyond, relative_points
 from alibi_core._slopes import slope_values
 
 
@@ -231,7 +231,7 @@ def bias_from_positions(
     batch = _leading_shape(leading | {"slopes": args.slopes.shape[:-1]})
     precise = xp.float64 if has_float64(xp) else xp.float32
     # [..., 1, q_len, kv_len]
-    relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise))
+    relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise)[0])
     same = None
     if q_segment_ids is not None and kv_segment_ids is not None:
         checks.by_token("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
@@ -332,19 +332,27 @@ def linear_bias(
 
 
 def reach_of(
-    xp: Namespace, relative: Any, nearest: Any | None, dtype: DType, *, is_causal: bool, law: str = "linear"
+    xp: Namespace,
+    relative: Any,
+    nearest: Any | None,
+    dtype: DType,
+    *,
+    is_causal: bool,
+    law: str = "linear",
+    rest: Any | None = None,
 ) -> Any:
-    """Return ``law(nearest) - law(|relative|)`` in ``dtype``: the bias of slopes of 1, whatever is masked.
+    """Return ``law(nearest) - law(distance)`` in ``dtype``: the bias of slopes of 1, whatever is masked.
 
-    ``nearest`` are distances, broadcasting against ``relative``, at which the bias is 0; None for 0.
+    ``nearest`` are distances, broadcasting against ``relative``, at which the bias is 0; None for 0. The distance is
+    ``|relative|``, plus ``rest`` if given. It keeps the digits that tell keys apart, however far they all are.
     """
-    if law != "linear":
-        # From here on "relative" is minus the penalty.
-        relative = 0 - _penalty_of(xp, xp.abs(relative), law, dtype)
-        nearest = None if nearest is None else _penalty_of(xp, nearest, law, dtype)
+    if law != "linear" and nearest is None:
+        return astype(xp, 0 - _penalty_of(xp, xp.abs(relative), law, dtype), dtype)
     # If causal, future keys are masked later, so abs() is not needed. `0 - abs(x)` avoids the -0.0 of `-abs(x)`.
-    reach = relative if is_causal or law != "linear" else 0 - xp.abs(relative)
-    return astype(xp, reach if nearest is None else reach + nearest, dtype)
+    reach = relative if is_causal else 0 - xp.abs(relative)
+    reach = reach if nearest is None else reach + nearest
+    reach = astype(xp, reach if rest is None else reach - rest, dtype)
+    return reach if law == "linear" else 0 - penalty_beyond(xp, 0 - reach, astype(xp, nearest, dtype), law)
 
 
 def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:

@@ -399,7 +399,7 @@ class AttentionCall:
         ``relative``, ``[..., q_len, kv_len]``: relative positions of points. Default: computed here.
         """
         xp = self.xp
-        relative, nearest = self._relative(relative)
+        relative, rest, nearest = self._relative(relative)
         visible, attends = self.visible(relative), None
         if visible is not None and not self.every_query_attends:
             # [..., q_len, 1]: False for fully masked rows
@@ -407,12 +407,13 @@ class AttentionCall:
             has_own_rules = self.mask is not None or self.q_segment_ids is not None or self.q_points is not None
             if has_own_rules and not self.is_empty:
                 nearest = self._origin(relative, visible)
-            # In a fully masked row all keys become visible, at distance 0: the bias is 0.
-            relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
             visible = xp.logical_or(visible, xp.logical_not(attends))
+            nearest = None if nearest is None else xp.where(attends, nearest, 0)
         is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
-        rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law}
-        return BiasTerms(relative, visible, attends, reach_of(xp, relative, nearest, self.slopes.dtype, **rules))
+        rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law, "rest": rest}
+        reach = reach_of(xp, relative, nearest, self.slopes.dtype, **rules)
+        # In a fully masked row all keys become visible, at distance 0: the bias is 0.
+        return BiasTerms(relative, visible, attends, reach if attends is None else xp.where(attends, reach, 0.0))
 
     @functools.cached_property
     def bias_by_distance(self) -> Any:
@@ -431,24 +432,22 @@ class AttentionCall:
         visible = functools.reduce(self.xp.logical_and, rules) if rules else None
         return self._linear_bias(relative, visible)[..., 0, :]
 
-    def _relative(self, relative: Any | None) -> tuple[Any, Any]:
-        """Return relative positions, and a lower bound of each query's distances, ``[..., q_len, 1]``, or None."""
-        xp = self.xp
+    def _relative(self, relative: Any | None) -> tuple[Any, Any | None, Any | None]:
+        """Return relative positions, rests, as of :func:`relative_points`, and a lower bound of each query's distances.
+
+        The bound is ``[..., q_len, 1]``; None for 0.
+        """
+        xp, rest = self.xp, None
         if self.q_points is None:
             q_positions, kv_positions = self.positions()
             relative = difference(q_positions, kv_positions)
-            nearest = self.distance_to_keys(q_positions)[..., :, None]
-        else:
-            if relative is None:
-                points = self.q_points, self.kv_points
-                relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
-            if self.is_empty:
-                nearest = xp.zeros_like(relative[..., :1])
-            elif self.sees_own_key:  # a key at distance 0: nothing to subtract
-                return with_head_axis(relative), None
-            else:
-                nearest = self._origin(relative, None)
-        return with_head_axis(relative), with_head_axis(nearest)
+            return with_head_axis(relative), None, with_head_axis(self.distance_to_keys(q_positions)[..., :, None])
+        has_nearest = not (self.is_empty or self.sees_own_key)  # the own key is at distance 0
+        if relative is None:
+            points: Any = self.q_points, self.kv_points, self.distance, self.working_dtype, self.may_lack_points
+            relative, rest = relative_points(xp, *points, with_rest=has_nearest)
+        nearest = with_head_axis(self._origin(relative, None)) if has_nearest else None
+        return with_head_axis(relative), None if rest is None else with_head_axis(rest), nearest
 
     def distance_to_keys(self, positions: Any) -> Any:
         """Return the distance of each position from the range of keys, ``0`` to ``kv_len - 1``; 0 inside it."""

@@ -10,11 +10,22 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import DType, Namespace, astype, at_least, checks, host_values, is_kind, lacks_64_bits
+from alibi_core._arrays import (
+    DType,
+    Namespace,
+    astype,
+    at_least,
+    checks,
+    has_float64,
+    host_values,
+    is_kind,
+    lacks_64_bits,
+)
 
 DISTANCES = ("manhattan", "euclidean", "chebyshev")
 LAWS = ("linear", "log", "sqrt")
@@ -26,6 +37,19 @@ def penalty(xp: Namespace, distance: Any, law: str) -> Any:
     if law == "linear":
         return distance
     return xp.log1p(distance) if law == "log" else xp.sqrt(distance)
+
+
+def penalty_beyond(xp: Namespace, beyond: Any, nearest: Any, law: str) -> Any:
+    """Return ``law(nearest + beyond) - law(nearest)``, with the digits of ``beyond`` however large ``nearest`` is.
+
+    A key nearer than ``nearest``, which must be masked, gets any finite number.
+    """
+    if law == "linear":
+        return beyond
+    if law == "log":
+        return xp.log1p(at_least(xp, beyond / (1 + nearest), -0.5))
+    roots = xp.sqrt(at_least(xp, nearest + beyond, 0.0)) + xp.sqrt(nearest)
+    return beyond / xp.where(roots > 0, roots, 1.0)
 
 
 def distance_of_tail(xp: Namespace, slopes: Any, weight: Any, law: str) -> Any:
@@ -69,6 +93,21 @@ def check_positions(xp: Namespace, name: str, positions: Any) -> Any:
             f"{name} must be finite and at most 2**62 in size, or NaN for a token without a position, got {largest:.4g}"
         )
     return positions
+
+
+def fixed_positions(positions: Any, fix: Callable[[Any], Any]) -> Any:
+    """Return positions, one array or a pair, with ``fix`` applied to each array; a pair of one array stays one."""
+    if not isinstance(positions, (tuple, list)):
+        return fix(positions)
+    fixed = {id(x): fix(x) for x in positions}
+    return tuple(fixed[id(x)] for x in positions)
+
+
+def no_gradient(remedy: str) -> NotImplementedError:
+    """Return the error of a call that asks for derivatives by positions."""
+    return NotImplementedError(
+        f"positions must be constants, as attention has no derivatives by them, got ones to differentiate; use {remedy}"
+    )
 
 
 def as_points(
@@ -132,23 +171,62 @@ def may_have_nan(xp: Namespace, points: Any) -> bool:
 
 
 def relative_points(
-    xp: Namespace, q_points: Any, kv_points: Any, distance: str, dtype: DType, may_have_nan: bool = True
-) -> Any:
+    xp: Namespace,
+    q_points: Any,
+    kv_points: Any,
+    distance: str,
+    dtype: DType,
+    may_have_nan: bool = True,
+    *,
+    with_rest: bool = False,
+) -> tuple[Any, Any | None]:
     """Return relative positions, ``[..., q_len, kv_len]``: integers for integers, except Euclidean ones in space.
 
     Points are ``[..., length, dims]``; on a line (``dims == 1``) all distances are the same. Floating ones are computed
     in ``dtype``, or in float64 if a point is float64. A token without a position, which has NaN in a dimension, has the
     relative position 0 to every token.
+
+    With ``with_rest``, they are computed in float64 where the library has it, and the second result is the part of each
+    distance that rounding took: the distance is ``|relative| + rest``. None stands for nothing, and for Euclidean
+    distances in space, whose squares would need twice the digits.
     """
+    dims, rest = q_points.shape[-1], None
+    is_wide = with_rest and has_float64(xp)
     # Do not lose digits of float64 positions.
-    if any("float64" in str(x.dtype) for x in (q_points, kv_points)):
-        dtype = xp.float64
+    if is_wide or any("float64" in str(x.dtype) for x in (q_points, kv_points)):
+        dtype, is_wide = xp.float64, True
+    is_wide = is_wide or (_are_whole(xp, q_points, kv_points) and not lacks_64_bits(xp))
     # One dimension at a time: no array [q_len, kv_len, dims] is allocated.
-    steps = [relative_on_line(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(q_points.shape[-1])]
-    relative = relative_position(xp, steps, distance, dtype)
+    pairs = [(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(dims)]
+    if with_rest and not is_wide and (dims == 1 or distance != "euclidean"):
+        steps = [_exact_sum(*_addends(*pair)) for pair in pairs]
+        sizes = [(xp.abs(step), xp.where(step < 0, -lost, lost)) for step, lost in steps]
+        size, rest = functools.reduce(functools.partial(_combined, xp, distance), sizes)
+        relative = steps[0][0] if dims == 1 else 0 - size
+    else:
+        relative = relative_position(xp, [relative_on_line(*pair) for pair in pairs], distance, dtype)
     if not may_have_nan or is_kind(xp, relative.dtype, "integral"):
-        return relative
-    return xp.where(xp.isnan(relative), xp.zeros_like(relative), relative)
+        return relative, rest
+    relative, rest = (
+        None if x is None else xp.where(xp.isnan(relative), xp.zeros_like(x), x) for x in (relative, rest)
+    )
+    return relative, rest
+
+
+def _exact_sum(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return the rounded sum of two floating arrays, and the rest (Knuth's TwoSum)."""
+    total = one + other
+    part = total - one
+    return total, (one - (total - part)) + (other - part)
+
+
+def _combined(xp: Namespace, distance: str, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the sum, or for ``"chebyshev"`` the maximum, of two numbers that are pairs of a rounded one and a rest."""
+    if distance == "manhattan":
+        total, rest = _exact_sum(one[0], other[0])
+        return total, rest + one[1] + other[1]
+    is_first = xp.logical_or(one[0] > other[0], xp.logical_and(one[0] == other[0], one[1] > other[1]))
+    return xp.maximum(one[0], other[0]), xp.where(is_first, one[1], other[1])
 
 
 def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: DType) -> Any:
@@ -157,16 +235,27 @@ def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: 
     For 32-bit integers the result is int64, so that it cannot wrap. In JAX without 64-bit types it is float32, rounded
     once, so its sign is right. If either array is floating, the result has ``dtype``.
     """
-    if not all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
-        return difference(astype(xp, q_positions, dtype), astype(xp, kv_positions, dtype))
-    if not lacks_64_bits(xp):
+    if _are_whole(xp, q_positions, kv_positions) and not lacks_64_bits(xp):
         return difference(astype(xp, q_positions, xp.int64), astype(xp, kv_positions, xp.int64))
-    # Split into 16-bit halves: float32 holds the difference of each half exactly, and only their sum is rounded.
+    return operator.add(*_addends(xp, q_positions, kv_positions, dtype))
+
+
+def _addends(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: DType) -> tuple[Any, Any]:
+    """Return two floating arrays whose sum, ``[..., q_len, kv_len]``, is the difference of positions.
+
+    Integers of at most 32 bits are split into 16-bit halves, whose differences float32 holds exactly.
+    """
+    if not _are_whole(xp, q_positions, kv_positions):
+        return astype(xp, kv_positions, dtype)[..., None, :], -astype(xp, q_positions, dtype)[..., :, None]
     high, low = (
         difference(astype(xp, q, xp.float32), astype(xp, kv, xp.float32))
         for q, kv in zip(_halves(xp, q_positions), _halves(xp, kv_positions), strict=True)
     )
-    return high * 2.0**16 + low
+    return high * 2.0**16, low
+
+
+def _are_whole(xp: Namespace, *positions: Any) -> bool:
+    return all(is_kind(xp, x.dtype, "integral") for x in positions)
 
 
 def relative_position(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:

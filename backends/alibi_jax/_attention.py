@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, fixed_positions
 from alibi_core.backend.checks import explains_keywords, is_dimension
 from alibi_jax._call import operands_of
 from alibi_jax._compatible import broadcasting
-from alibi_jax._dispatch import Implementation, attend, checked, choose, dense
+from alibi_jax._dispatch import Implementation, attend, checked, choose, dense, without_gradient
 
 
 @explains_keywords
@@ -109,7 +109,7 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
-        positions=positions,
+        positions=fixed_positions(positions, without_gradient),
         distance=distance,
         law=law,
         scale=scale,

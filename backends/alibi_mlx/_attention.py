@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, dense_attention
+from alibi_core.backend import AttentionCall, dense_attention, fixed_positions
 from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_core.backend.horizon import Job
 from alibi_mlx import _plan
-from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
+from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose, without_gradient
 
 
 @explains_keywords
@@ -91,7 +91,7 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
-        positions=positions,
+        positions=fixed_positions(positions, without_gradient),
         distance=distance,
         law=law,
         scale=scale,

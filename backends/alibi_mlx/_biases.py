@@ -41,16 +41,17 @@ class Biases:
     def distances(self, job: Job) -> list[mx.array]:
         """Return the penalties that slopes multiply, and, if there are future slopes, those that these multiply.
 
-        Penalties are float32 and at least 0, and broadcast to ``[batch entries, heads, rows, kv_len]``. They count from
-        a query's nearest key if all keys are on one side. This changes no gradient, because the score gradients of a
-        row sum to 0, and keeps float32 digits when all keys are far away.
+        Penalties are float32 and broadcast to ``[batch entries, heads, rows, kv_len]``. They count from a query's
+        nearest visible key where the bias does. This changes no gradient, because the score gradients of a row sum to
+        0, and keeps float32 digits when all keys are far away. At masked keys, whose score gradients are 0, they mean
+        nothing.
         """
-        # The bias of slopes of 1 is minus the penalty. Masks do not matter: the score gradients of masked keys are 0.
-        unmasked = {"mask": None, "q_segment_ids": None, "kv_segment_ids": None, "window_size": None}
-        tile = replace(self._tile(job), is_causal=False, **unmasked)
-        one, zero = mx.ones((1,)), mx.zeros((1,))
-        units = [(one, None)] if self._call.future_slopes is None else [(one, zero), (zero, one)]
-        return [-_four_axes(replace(tile, slopes=past, future_slopes=future).bias()[0]) for past, future in units]
+        terms = self._tile(job).bias_terms()
+        penalties = -_four_axes(terms.reach)
+        if self._call.future_slopes is None:
+            return [penalties]
+        is_ahead = _four_axes(terms.relative) > 0
+        return [mx.where(is_ahead, 0, penalties), mx.where(is_ahead, penalties, 0)]
 
     def _tile(self, job: Job) -> AttentionCall:
         """Return the call restricted to a job."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, join_call
+from alibi_core.backend import AttentionCall, join_call, no_gradient
 from alibi_core.backend.horizon import Job
 from alibi_mlx import _kernels
 
@@ -42,6 +42,30 @@ def refusal(name: str, call: AttentionCall) -> str | None:
     if call.dtype == mx.float64:
         return "cannot compute in float64 (MLX's attention takes its scale and exponential in float32)"
     return None
+
+
+def without_gradient(positions: Any) -> Any:
+    """Return positions, which must not be differentiated, of whatever kind they are."""
+    is_floating = isinstance(positions, mx.array) and mx.issubdtype(positions.dtype, mx.floating)
+    return _constant(positions) if is_floating else positions
+
+
+@mx.custom_function
+def _constant(array: mx.array) -> mx.array:
+    return array
+
+
+@_constant.vmap
+def _(array: mx.array, axis: int | None) -> Any:
+    return _constant(array), axis
+
+
+def _refuse(*_: Any) -> mx.array:
+    raise no_gradient("mx.stop_gradient(positions)")
+
+
+_constant.vjp(_refuse)
+_constant.jvp(_refuse)
 
 
 # Returns the tiles that make up a call with one batch axis, given query, key and value.
@@ -80,7 +104,8 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         *by_tensors, by_past, by_future = _gradients(this, query, key, value, grad, jobs)
         by_slopes = {"slopes": by_past, "future_slopes": by_future}
         grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_slopes.items() if n in operands}
-        return *by_tensors, *map(grads.get, operands)
+        # MLX drops a None, and later gradients would become those of arguments before them.
+        return *by_tensors, *(grads.get(name, mx.zeros_like(x)) for name, x in zip(operands, arrays, strict=True))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[mx.array, int]:

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_core import slopes as canonical
-from alibi_core.backend import AttentionCall, checks, dense_attention
+from alibi_core.backend import AttentionCall, checks, dense_attention, fixed_positions
 from alibi_core.backend.checks import explains_keywords, host_values, non_negative_number, one_of
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch import _cpu
+from alibi_torch._derivatives import without_gradient
 from alibi_torch._dispatch import IMPLEMENTATIONS, autocasted, choose, no_autocast
 from alibi_torch._internals import is_watched
 from alibi_torch._rows import sdpa
@@ -108,7 +109,7 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
-        positions=_without_gradient(positions),
+        positions=fixed_positions(positions, without_gradient),
         distance=distance,
         law=law,
         scale=scale,
@@ -120,13 +121,6 @@ def attention(
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
     return run(call, query, key, value, implementation, norms, kernel_options)
-
-
-def _without_gradient(positions: Any) -> Any:
-    """Return positions, one tensor or a pair, detached from autograd."""
-    if isinstance(positions, (tuple, list)):
-        return tuple(_without_gradient(x) for x in positions)
-    return positions.detach() if isinstance(positions, Tensor) else positions
 
 
 PLAIN = (bool, int, float, str, type(None))

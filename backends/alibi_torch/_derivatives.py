@@ -10,10 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, dense_attention
-from alibi_torch._internals import in_transform
+from alibi_core.backend import AttentionCall, dense_attention, no_gradient
+from alibi_torch._internals import has_tangent, in_transform
 
 RATES = ("slopes", "future_slopes")
+
+
+def without_gradient(positions: Any) -> Any:
+    """Return positions, which must not be differentiated, of whatever kind they are."""
+    if not isinstance(positions, Tensor) or not positions.is_floating_point():
+        return positions
+    if positions.requires_grad and torch.is_grad_enabled():
+        raise no_gradient("positions.detach()")
+    is_transformed = (torch.is_grad_enabled() and in_transform()) or has_tangent(positions)
+    return _Constant.apply(positions) if is_transformed else positions.detach()
+
+
+class _Constant(torch.autograd.Function):
+    """The identity of a tensor without derivatives. Inside a vmap, ``requires_grad`` says nothing of a grad outside."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        if ctx.needs_input_grad[0]:
+            raise no_gradient("positions.detach()")
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        raise no_gradient("positions.detach()")
 
 
 def dense_reference(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *rates: Tensor) -> Tensor:

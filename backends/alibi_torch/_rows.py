@@ -87,7 +87,9 @@ def _minus_distances(call: AttentionCall) -> Tensor | None:
         return None
     if not all(x is not None and x.is_floating_point() and x.shape[-1] > 1 for x in points):
         return None
-    dtype = torch.promote_types(torch.result_type(*points), call.working_dtype)
+    # Without a key at distance 0, what tells keys apart may be a small part of their distances.
+    least = call.working_dtype if call.sees_own_key else torch.float64
+    dtype = torch.promote_types(torch.result_type(*points), least)
     queries, keys = (x.to(dtype) for x in points)
     found = torch.cdist(queries, keys, NORMS[call.distance], compute_mode="donot_use_mm_for_euclid_dist").neg_()
     if call.may_lack_points:

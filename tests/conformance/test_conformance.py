@@ -107,7 +107,8 @@ def test_a_window_wider_than_any_row_is_none(backend: Backend, window_size: int)
 @pytest.mark.parametrize("batch", [0, 2])
 def test_nothing_in_gives_zeros_of_the_right_shape_out(backend: Backend, lengths: tuple[int, int], batch: int) -> None:
     query, key = (np.ones((batch, 3, n, 5)) for n in lengths)
-    for arguments in ({}, {"is_causal": False}, {"mask": np.ones((1, 1, 1, lengths[1]), dtype=bool)}):
+    positions, mask = tuple(map(np.zeros, lengths)), np.ones((1, 1, 1, lengths[1]), dtype=bool)
+    for arguments in ({}, {"is_causal": False}, {"mask": mask}, {"positions": positions, "law": "log"}):
         result = backend.attention(query, key, key, dtype="float32", **arguments)
         np.testing.assert_array_equal(result, np.zeros_like(query))
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.backend.models import AlibiConfig
+from alibi_core.conformance.testing import FAR as FAR_TOKENS
 from alibi_core.conformance.testing import SIZES, Case, Sizes, assert_within_budget, cases
 from benchmarks.harness import peak_growth
 from tests.support.frameworks import (
@@ -31,19 +33,28 @@ from tests.support.layers import apply, decode, make_layer
 from tests.support.models import make_model
 from tests.support.tiles import TILINGS, Tiling, assert_exact
 
+# How far queries are from keys, by kind: differences of positions, or their sums, do not fit float32.
+FAR = {"far": [2**23 - 20, 10**8 + 3, 2**30 - 9], "far reals": [2.0**22]}
+
 
 def between_points(case: Case, dims: int, kind: str, distance: str, law: str) -> Case:
     """Return the case with positions of the caller's own; NaN marks a token without a place."""
     rng, places = np.random.default_rng(case.seed), []
     for length in case.sizes.lengths:
         shape = (case.sizes.batch, length) if dims == 1 else (case.sizes.batch, length, dims)
-        if kind == "integers":
+        if kind in ("integers", *FAR):
             places.append(rng.integers(-9, 9, shape).astype(np.int32))  # with ties
             continue
         places.append(rng.normal(0, 9, shape).astype(np.float32))
         if kind == "without a place":
             places[-1][:, :: max(2, length // 2)] = np.nan
             places[-1].reshape(case.sizes.batch, length, -1)[:, -1, -1] = np.nan  # one coordinate is enough
+    if kind in FAR:
+        shift, (queries, keys) = rng.choice(FAR[kind], () if dims == 1 else dims), places
+        places = [queries + shift, keys] if kind == "far" else [(queries + shift) / 1.0, keys / 8]
+        if "mask" in case.arguments:  # a near key, which some queries do not see
+            places[1][:, 0] = places[0][:, 0]
+        places = [x.astype(np.int32 if kind == "far" else np.float32) for x in places]
     rules = {"positions": tuple(places), "distance": distance, "law": law}
     return case.with_arguments(case.form, case.arguments | rules)
 
@@ -52,7 +63,7 @@ def between_points(case: Case, dims: int, kind: str, distance: str, law: str) ->
 def point_cases(
     draw: st.DrawFn,
     *,
-    kinds: tuple[str, ...] = ("integers", "reals", "without a place"),
+    kinds: tuple[str, ...] = ("integers", "reals", "without a place", *FAR),
     distances: tuple[str, ...] = ("manhattan", "euclidean", "chebyshev"),
     laws: tuple[str, ...] = ("linear", "log", "sqrt"),
     sizes: tuple[Sizes, ...] = SIZES[1:5],
@@ -68,8 +79,9 @@ def point_cases(
         slopes_per_batch=True,
         seed=draw(st.integers(0, 2**16)),
     )
-    chosen = (draw(st.sampled_from(x)) for x in (kinds, distances, laws))
-    return between_points(case, dims, *chosen)
+    kind, distance, law = (draw(st.sampled_from(x)) for x in (kinds, distances, laws))
+    # In space, float32 libraries round Euclidean distances to float32.
+    return between_points(case, 1 if kind in FAR and distance == "euclidean" else dims, kind, distance, law)
 
 
 # JAX, which compiles each case, has the kit's laws of points, and blocks of queries in one large case.
@@ -82,6 +94,7 @@ def test_attention_between_points_is_exact_with_its_gradients(backend: Backend, 
 
 @pytest.mark.parametrize("backend", [x for x in LAYER_BACKENDS if x.values[0].framework is not JAX])
 @given(case=cases(), law=st.sampled_from(["log", "sqrt"]), tiling=TILINGS)
+@example(case=Case(SIZES[3], q_offset=FAR_TOKENS), law="sqrt", tiling=Tiling())
 def test_a_law_goes_with_every_argument(backend: Backend, case: Case, law: str, tiling: Tiling) -> None:
     with tiling.applied():
         case = case.with_arguments(case.form, case.arguments | {"law": law})
@@ -117,13 +130,60 @@ def test_a_law_needs_no_positions(backend: Backend, rule: tuple[str, int]) -> No
 @pytest.mark.parametrize("side", [1, -1])
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_a_distance_that_all_keys_share_changes_nothing(backend: Backend, side: int) -> None:
-    tensors, rng = tensors_of(Case(Sizes(2, 3, 2, (7, 11), 5), seed=1)), np.random.default_rng(1)
+    case, rng = Case(Sizes(2, 3, 2, (7, 11), 5), seed=1), np.random.default_rng(1)
+    tensors = tensors_of(case) | {"future_slopes": case.arrays["slopes"][::-1].copy()}
     queries, keys = (rng.integers(-9, 9, n).astype(np.int32) for n in (7, 11))
-    rules = {"is_causal": False, "dtype": "float32", "future_slopes": tensors["slopes"][::-1].copy()}
-    near, far = (
-        backend.attention(**tensors, positions=(queries + side * shift, keys), **rules) for shift in (32, 2**23)
-    )
-    np.testing.assert_allclose(far, near, atol=1e-5)
+    rules: dict[str, Any] = {"is_causal": False, "mask": (np.arange(11) > 0)[None, None, None], "dtype": "float32"}
+    near, far = [], []
+    for found, shift in ((near, 32), (far, 10**8 + 3)):
+        keys[0] = side * shift  # hidden from the queries, which are near
+        rules["positions"] = queries + np.int32(side * shift), keys.copy()
+        found += [backend.attention(**tensors, **rules)]
+        found += backend.gradients(tensors, case.arrays["cotangent"], **rules).values()
+    for one, other in zip(near, far, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 if one.ndim > 1 else 1e-4)
+
+
+# PyTorch and MLX draw such problems above.
+@pytest.mark.parametrize(
+    "drawn",
+    [(1, "far", "manhattan", "linear"), (2, "far", "manhattan", "sqrt"), (3, "far reals", "chebyshev", "log"), ()],
+    ids=str,
+)
+def test_far_keys_keep_their_bias_in_jax(drawn: tuple[Any, ...]) -> None:
+    case = Case(SIZES[3], "symmetric" if drawn[:1] > (1,) else "causal", q_offset=None if drawn else FAR_TOKENS, seed=3)
+    case = case.with_arrays(slopes=case.arrays["slopes"] * 30)
+    by_index = case.with_arguments(case.form, case.arguments | {"law": "log"})
+    assert_exact(Backend(JAX, "alibi_jax", None), between_points(case, *drawn) if drawn else by_index)
+
+
+@pytest.mark.parametrize("backend", [x for x in LAYER_BACKENDS if x.values[0].implementation != "sdpa"])
+def test_positions_have_no_derivatives_and_say_so(backend: Backend) -> None:
+    framework, case = backend.framework, Case(Sizes(2, 3, 2, (7, 7), 5), seed=1)
+    *tensors, slopes = backend.place(**tensors_of(case), dtype="float32")
+    points = framework.array(np.random.default_rng(1).normal(size=(7, 2)))
+    transforms = importlib.import_module({"torch": "torch.func", "jax": "jax", "mlx": "mlx.core"}[framework.name])
+    attention, grad = backend.function(is_causal=False, distance="euclidean"), transforms.grad
+
+    def loss(points: Any, slopes: Any = slopes) -> Any:
+        return attention(*tensors, slopes, positions=points).sum()
+
+    def of_pair(points: Any) -> Any:
+        return loss((framework.array(np.zeros((7, 2))), points))
+
+    def asked(points: Any) -> None:  # as PyTorch asks
+        grad(loss)(points) if framework.name != "torch" else loss(points.clone().requires_grad_())
+
+    wanted = [asked, grad(loss), grad(of_pair), lambda x: grad(lambda x: framework.mapped(loss)(x[None]).sum())(x)]
+    wanted += [lambda x: framework.mapped(grad(loss))(x[None])]
+    wanted += [framework.compiled(asked)] if framework.name != "torch" else []
+    places = (lambda x: [x]) if framework.name == "mlx" else (lambda x: (x,))
+    for derive in (*wanted, lambda x: transforms.jvp(loss, places(x), places(x))):
+        with pytest.raises(NotImplementedError, match=r"positions must be constants, .*; use .*positions"):
+            derive(points)
+    # Whole positions, and other derivatives in any transform.
+    grad(lambda slopes: loss(points, slopes) + framework.mapped(loss)(points[None]).sum())(slopes)
+    grad(lambda slopes: loss(framework.array(np.ones((7, 2), np.int32)), slopes))(slopes)
 
 
 def bias_of(case: Case, framework: Framework) -> Any:

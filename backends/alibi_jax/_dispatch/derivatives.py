@@ -11,9 +11,27 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from alibi_core.backend import AttentionCall, dense_attention
+from alibi_core.backend import AttentionCall, dense_attention, no_gradient
 from alibi_jax._call import Operands
 from alibi_jax._compatible import broadcasting, materialised
+
+
+def without_gradient(positions: Any) -> Any:
+    """Return positions, which must not be differentiated, of whatever kind they are."""
+    is_floating = isinstance(positions, jax.Array) and jnp.issubdtype(positions.dtype, jnp.floating)
+    return _constant(positions) if is_floating else positions
+
+
+@jax.custom_jvp
+def _constant(array: jax.Array) -> jax.Array:
+    return array
+
+
+@partial(_constant.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> Any:
+    if not isinstance(tangents[0], SymbolicZero):
+        raise no_gradient("jax.lax.stop_gradient(positions)")
+    return primals[0], tangents[0]
 
 
 @broadcasting

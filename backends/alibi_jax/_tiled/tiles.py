@@ -265,10 +265,10 @@ class Tiles:
 
     def block(self, rows: Rows, index: jax.Array) -> Block:
         """Return block ``index`` of a step's keys, with its scores."""
-        starts, away, visible = self._pairs(rows, index)
+        starts, away, rest, visible = self._pairs(rows, index)
         key, value = (self.cut(x, starts, AXES_OF_KEYS).astype(self.dtype) for x in (self.key, self.value))
         is_ahead = away < 0
-        reach = reach_of(jnp, away, rows.nearest, self.dtype, is_causal=False, law=self.call.law)
+        reach = reach_of(jnp, away, rows.nearest, self.dtype, is_causal=False, law=self.call.law, rest=rest)
         slopes = rows.slopes
         if rows.future_slopes is not None:
             slopes = jnp.where(is_ahead, rows.future_slopes, slopes)
@@ -280,8 +280,11 @@ class Tiles:
     def _grouped(self, rows: Rows) -> tuple[int, ...]:
         return *rows.query.shape[:2], *self.sizes.tile[2:4]
 
-    def _pairs(self, rows: Rows, index: jax.Array) -> tuple[Starts, jax.Array, jax.Array]:
-        """Return a block's starts, query minus key positions, ``[b, 1, 1, q, k]``, and the visibility of each pair."""
+    def _pairs(self, rows: Rows, index: jax.Array) -> tuple[Starts, jax.Array, jax.Array | None, jax.Array]:
+        """Return a block's starts, query minus key positions, ``[b, 1, 1, q, k]``, rests, and which pairs are visible.
+
+        Rests are those of :func:`relative_points`.
+        """
         size = self.sizes.tile[4]
         wanted = rows.first + index * size
         # The last block ends at the last key, so it may begin with keys of the block before; these are masked.
@@ -289,10 +292,12 @@ class Tiles:
         positions = begin + jnp.arange(size, dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
         starts = *rows.starts[:4], begin.ravel()
         if rows.points is None:
-            away = rows.positions - positions
+            away, rest = rows.positions - positions, None
         else:
             points = rows.points, self.cut(self.kv_points, starts)[..., 0, :, :]
-            away = -relative_points(jnp, *points, self.call.distance, self.dtype, self.call.may_lack_points)
+            rules = self.call.distance, self.dtype, self.call.may_lack_points
+            ahead, rest = relative_points(jnp, *points, *rules, with_rest=self.has_hidden_keys)
+            away = -ahead
         visible = (positions >= wanted) & (positions < rows.stop)
         if self.call.is_causal:
             visible &= away >= 0
@@ -300,14 +305,14 @@ class Tiles:
             visible &= jnp.abs(away) <= self.call.window_size
         if rows.ids is not None:
             visible &= rows.ids == self.cut(self.kv_ids, starts)
-        return starts, away, visible if self.mask is None else visible & self.cut(self.mask, starts)
+        return starts, away, rest, visible if self.mask is None else visible & self.cut(self.mask, starts)
 
     def _nearest_keys(self, rows: Rows) -> jax.Array:
         """Return the distance of each query's nearest visible key, from a first pass over the blocks."""
 
         def nearest(index: Any) -> list[jax.Array]:
             """Return the distances of a block's nearest visible keys, at or before each query, and after it."""
-            _, away, visible = self._pairs(rows, index)
+            _, away, _, visible = self._pairs(rows, index)
             sides = visible & (away >= 0), visible & (away < 0)
             return [jnp.min(jnp.where(x, jnp.abs(away), farthest(away)), axis=-1, keepdims=True) for x in sides]
 

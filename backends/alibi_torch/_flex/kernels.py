@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from alibi_core.backend import AttentionCall, penalty, relative_position
+from alibi_core.backend import AttentionCall, penalty, penalty_beyond, relative_position
 from alibi_core.backend.horizon import KeyNorms, nearest_keys
 from alibi_torch._derivatives import twice_differentiable
 from alibi_torch._dispatch import needs_gradients
@@ -194,12 +194,13 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Ca
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the score with its bias, the penalty from the origin of the row on, and the direction."""
         relative = ahead(b, q_idx, kv_idx)
-        distance = relative.abs()
-        if call.law != "linear":
+        distance, rate = relative.abs(), slopes[b, h]
+        if nearest is None:
             distance = penalty(call.xp, distance.to(torch.float32), call.law)
-        if nearest is not None:
-            distance = distance - nearest[b, h, q_idx]
-        distance, rate = distance.to(torch.float32), slopes[b, h]
+        else:
+            origin = nearest[b, h, q_idx]
+            distance = (distance - origin).to(torch.float32)
+            distance = penalty_beyond(call.xp, distance, origin.to(torch.float32), call.law)
         if future_slopes is not None:
             rate = torch.where(relative > 0, future_slopes[b, h], rate)
         score = score - rate * distance
@@ -231,11 +232,11 @@ def _mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[Mod, Ca
 
 
 def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
-    """Return the penalty of each query's nearest key, or less, ``[batch or 1, num_heads or 1, queries]``; None for 0.
+    """Return the distance of each query's nearest key, or less, ``[batch or 1, num_heads or 1, queries]``; None for 0.
 
-    It is subtracted from the penalties of the row: a constant per row cancels in softmax, but if all keys are far away,
-    large penalties would cost float32 digits. With ``future_slopes`` the subtraction is a constant only if all keys lie
-    on one side of the query.
+    Its penalty is subtracted from those of the row: a constant per row cancels in softmax, but if all keys are far
+    away, large penalties would cost float32 digits. With ``future_slopes`` the subtraction is a constant only if all
+    keys lie on one side of the query.
     """
     if call.sees_own_key:
         return None
@@ -248,8 +249,6 @@ def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
             is_outside = (positions < 0) | (positions >= call.kv_len)
             is_outside = is_outside[..., None, :] if is_outside.ndim > 1 else is_outside
             nearest = torch.where(is_outside, nearest, 0)
-    if call.law != "linear":
-        nearest = penalty(call.xp, nearest.to(torch.float32), call.law)
     return F.pad(nearest, (0, q_padding))
 
 
