@@ -49,6 +49,9 @@ def attention(
     ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
     ``allow_negative_slopes`` and ``implementation`` are Python values. The sign of traced slopes is not checked.
 
+    The result and the log-sum-exps that gradients need have the name ``"alibi_residuals"``: with ``jax.checkpoint(...,
+    policy=jax.checkpoint_policies.save_only_these_names("alibi_residuals"))`` attention is not computed again.
+
     Bias and softmax are float32 (float64 for float64 inputs), whatever the dtype of the tensors. A query that sees no
     key gives zeros.
 

@@ -283,3 +283,19 @@ def test_programs_for_tpus_are_exported_where_there_is_none() -> None:
     attend = export.export(jax.jit(functools.partial(alibi_jax.attention, implementation="tpu")), platforms=["tpu"])
     with pytest.raises(NotImplementedError, match="'tpu' must be given a batch whose size is a number, got batch"):
         attend(*of_any_batch)
+
+
+@pytest.mark.parametrize(("policy", "runs"), [(None, 2), ("alibi_residuals", 1)])
+def test_rematerialisation_runs_the_forward_kernel_again_unless_residuals_are_saved(policy: Any, runs: int) -> None:
+    policy = None if policy is None else jax.checkpoint_policies.save_only_these_names(policy)
+
+    def layer(x: jax.Array, weight: jax.Array) -> jax.Array:
+        x = x @ weight
+        return alibi_jax.attention(x, x, x) @ weight
+
+    def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.sum(jax.checkpoint(layer, policy=policy)(x, weight).astype(jnp.float32) ** 2)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 256, 2, 64), (64, 64))]
+    program = export.export(jax.jit(jax.grad(loss, (0, 1))), platforms=["tpu"])(*shapes)
+    assert program.mlir_module().count('kernel_name = "alibi_forward"') == runs

@@ -9,11 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from alibi_core.backend import AttentionCall, dense_attention, no_gradient
 from alibi_jax._call import Operands
 from alibi_jax._compatible import broadcasting, materialised
+
+RESIDUALS = "alibi_residuals"  # their name in policies of jax.checkpoint
 
 
 def without_gradient(positions: Any) -> Any:
@@ -74,7 +77,7 @@ def differentiable(
         # not: JAX keeps one structure for a traced function, whichever arguments have gradients.
         marker = jnp.zeros(int(any(x is not None and x.perturbed for x in moving[3:])))
         moving, others = jax.tree.map(lambda x: x.value, (moving, others), is_leaf=lambda x: hasattr(x, "perturbed"))
-        result, residuals = forward(options, _joined(moving, others), True)
+        result, residuals = checkpoint_name(forward(options, _joined(moving, others), True), RESIDUALS)
         return result.astype(moving[0].dtype), (moving, others, result, residuals, marker)
 
     def backward_rule(options: Any, saved: Any, cotangent: Any) -> tuple[Any, None]:
