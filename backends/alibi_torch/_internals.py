@@ -155,6 +155,12 @@ def is_recorded(tensor: Tensor) -> bool:
     return _PROXY_MODE() is not None or _MODE_OF(_FAKE) is not None
 
 
+def is_unreadable(tensor: Tensor) -> bool:
+    """Whether a tensor's values cannot be read: on ``meta``, in a compiler, recorder, transform or CUDA graph."""
+    is_traced = torch.compiler.is_compiling() or is_recorded(tensor) or in_transform()
+    return tensor.is_meta or is_traced or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def is_watched(*tensors: Tensor) -> bool:
     """Whether a compiler, tracer, transform or dispatch mode is active, or a tensor is not a plain one."""
     return (

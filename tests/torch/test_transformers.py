@@ -26,6 +26,7 @@ from transformers import BloomConfig, BloomForCausalLM, BloomModel, DynamicCache
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from alibi_torch.transformers import AlibiCache, accelerate, paths, restore
+from alibi_torch.transformers._cache import append
 from tests.support.dense_alibi import CACHE
 from tests.support.memory import largest_allocation
 from tests.support.threads import check_threads
@@ -632,6 +633,24 @@ def test_a_broken_kernel_is_refused(name: str, axis: int, monkeypatch: pytest.Mo
     assert described_of(model) == before
     assert torch.equal(logits_of(model, tokens), expected)
     assert accelerate(model, prove=False) is model
+
+
+@pytest.mark.parametrize("where", ["with a static cache", "in generate"])
+def test_wrong_static_caches_and_masks_of_generate_are_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def appended(cache: Any, *arguments: Any) -> Any:
+        keys, values = append(cache, *arguments)
+        return (keys.roll(1, 2), values) if isinstance(cache, StaticCache) else (keys, values)
+
+    if where == "in generate":
+        replaced = "_models.padding_of_all_places", lambda attention_mask, **_: torch.ones_like(attention_mask)
+    else:
+        replaced = "_layers.append", appended
+    monkeypatch.setattr(f"alibi_torch.transformers.{replaced[0]}", replaced[1])
+    model = model_of("bloom")
+    before = described_of(model)
+    with pytest.raises(ValueError, match=f"a difference of .* {where}"):
+        accelerate(model)
+    assert described_of(model) == before
 
 
 def test_an_argument_of_a_layer_that_was_renamed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

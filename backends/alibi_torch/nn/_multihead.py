@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_core.backend.models import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch._internals import in_transform
+from alibi_torch._internals import is_unreadable
 from alibi_torch.nn._slopes import KeepsSlopes
 
 
@@ -250,9 +250,6 @@ def _no_fused_path(module: nn.Module, args: Any) -> None:
 
 def _is_mask(added: Tensor) -> bool:
     """Whether an additive mask holds only 0 and -inf, so that booleans can replace it; False if it cannot be read."""
-    if added.requires_grad or added.is_meta or torch.compiler.is_compiling() or in_transform():
-        return False
-    # Reading values is not allowed while a CUDA graph is captured.
-    if added.is_cuda and torch.cuda.is_current_stream_capturing():
+    if added.requires_grad or is_unreadable(added):
         return False
     return bool(((added == 0) | (added == -math.inf)).all())

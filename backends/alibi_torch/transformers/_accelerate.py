@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.bloom.modeling_bloom import BloomModel
-from transformers.models.falcon.modeling_falcon import FalconModel
-from transformers.models.mpt.modeling_mpt import MptModel
 
 from alibi_core import slopes as canonical_slopes
 from alibi_core.backend.checks import boolean, one_of
 from alibi_torch.transformers import _proof
-from alibi_torch.transformers._layers import FALCON_ADDITIONS, AcceleratedAttention
-from alibi_torch.transformers._models import FAMILIES, MODELS, AcceleratedModel, padding_of_all_places, prepare_call
-from alibi_torch.transformers._names import positional_names
 from alibi_torch.transformers._state import State, not_accelerated
 
+# Base models, by the module of their family in transformers, and in this folder, which is imported if it is needed.
+FAMILIES = {"bloom": "BloomModel", "mpt": "MptModel", "falcon": "FalconModel"}
 CONTRACTS = ("model", "exact")
 
 
@@ -32,8 +28,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     ``position_ids`` restart from 0.
 
     Before it returns, the function runs the original and the accelerated model on a short probe: a prompt, a batch with
-    padding on the left, and cached steps, about twenty tokens in all. If the last hidden states differ by more than
-    rounding explains, the model is restored and a ValueError raised.
+    padding on the left, steps with a dynamic and a static cache, and ``generate``, about fifty tokens in all. If last
+    hidden states or logits differ by more than rounding explains, the model is restored and a ValueError raised.
 
     The model's own code still computes calls that the library does not support: with attention weights as output, with
     dropout of attention weights in training, with a mask of queries times keys, or with a cache that does not hold the
@@ -53,8 +49,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     Raises:
         TypeError: If ``model`` is no PyTorch module.
         ValueError: If ``model`` contains no BLOOM, MPT or Falcon model with ALiBi, is accelerated already, has
-            attention layers of a subclass or an unsupported setting, or if the probe's results differ. The model is
-            then unchanged.
+            attention layers of a subclass or an unsupported setting, if the probe's results differ, or if a version of
+            transformers lacks a name that this library needs. The model is then unchanged.
 
     Example:
         >>> import torch
@@ -72,29 +68,33 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     boolean("prove", prove)
     state = State(contract, boolean("strict", strict))
     bases = _bases_of(model)
-    layers = {base: _checked_layers(base) for base in bases}
-    proofs = {base: _proof.own_results(base, layers[base]) for base in bases} if prove and contract == "model" else {}
-    for base in bases:
-        kind, slopes = MODELS[type(base)], _slopes_of(base, contract)
-        for layer in layers[base]:
-            layer.alibi_slopes, layer.alibi_state = slopes, state
-            _become(layer, kind.alibi_layer)
-        base.alibi_layers, base.alibi_state = layers[base], state
-        _become(base, kind)
-        if isinstance(base, FalconModel):  # or it would add its own bias to the mask that carries the tokens
-            base.use_alibi = False
-    for outer in _models_around(model):
-        if "alibi_hook" not in vars(outer):  # still there if only the base model was restored
-            hook = functools.partial(prepare_call, names=positional_names(type(outer).forward))
-            outer.alibi_hook = outer.register_forward_pre_hook(hook, with_kwargs=True)
-            outer.create_masks_for_generate = padding_of_all_places
-    try:
-        for base, proof in proofs.items():
-            if proof is not None:
-                _proof.check(base, proof)
-    except ValueError:
-        restore(model)
-        raise
+    with _proof.explaining():
+        kinds = {base: importlib.import_module(f"alibi_torch.transformers._{family}").MODEL for base, family in bases}
+        layers = {base: _layers_of(base, kind) for base, kind in kinds.items()}
+        reasons = [_refusal(base, kind, layers[base]) for base, kind in kinds.items()]
+    _raise_first(reasons)
+    with _proof.explaining():
+        slopes = {base: _slopes_of(base, kind, contract) for base, kind in kinds.items()}
+        outers = {x: base for base, kind in kinds.items() for x in _models_around(model, base, kind)}
+        is_proven = prove and contract == "model"
+        proofs = {x: _proof.own_results(x, layers[x], outers) for x in kinds} if is_proven else {}
+        try:
+            for base, kind in kinds.items():
+                for layer in layers[base]:
+                    _become(layer, kind.alibi_layer)
+                    layer.alibi_slopes, layer.alibi_state = slopes[base], state
+                _become(base, kind)
+                base.alibi_layers, base.alibi_state = layers[base], state
+                base.switch(base, is_own=False)
+            for outer, base in outers.items():
+                kinds[base].prepare(outer)
+            reasons = [_proof.refusal(base, proof, outers) for base, proof in proofs.items() if proof is not None]
+        except Exception:
+            _undo(model)
+            raise
+    if any(reasons):
+        _undo(model)
+    _raise_first(reasons)
     # The probe's passes do not count.
     state.calls.clear()
     return model
@@ -115,83 +115,94 @@ def restore(model: nn.Module) -> nn.Module:
         >>> type(restore(accelerate(model)).h[0].self_attention).__name__
         'BloomAttention'
     """
-    bases = [x for x in model.modules() if isinstance(x, AcceleratedModel)]
-    layers = [x for x in model.modules() if isinstance(x, AcceleratedAttention)]
-    outers = [x for x in _models_around(model) if "alibi_hook" in vars(x)]
-    if not bases and not layers and not outers:  # the models around a restored base model keep their hooks
+    if not _undo(model):
         raise not_accelerated(model)
-    for layer in layers:
-        _become(layer, layer.alibi_own)
-        del layer.alibi_slopes, layer.alibi_state
-    for base in bases:
-        _become(base, base.alibi_own)
-        del base.alibi_layers, base.alibi_state
-        if isinstance(base, FalconModel):
-            base.use_alibi = True
-    for outer in outers:
-        outer.alibi_hook.remove()
-        del outer.alibi_hook, outer.create_masks_for_generate
     return model
 
 
-def _bases_of(model: Any) -> list[Any]:
-    """Return the base models to accelerate; raise if there are none, or one is a subclass or accelerated already."""
+def _undo(model: nn.Module) -> bool:
+    """Restore all that is accelerated in a model; return whether anything is."""
+    parts: list[Any] = [x for x in model.modules() if hasattr(type(x), "alibi_own")]
+    outers: list[Any] = [x for x in model.modules() if "alibi_hook" in vars(x)]
+    for part in parts:
+        if hasattr(type(part), "switch"):  # a base model
+            part.switch(part, is_own=True)
+        _become(part, part.alibi_own)
+        for name in ("alibi_slopes", "alibi_layers", "alibi_state"):
+            vars(part).pop(name, None)
+    for outer in outers:  # the models around a restored base model keep their hooks
+        outer.alibi_hook.remove()
+        del outer.alibi_hook, outer.create_masks_for_generate
+    return bool(parts or outers)
+
+
+def _bases_of(model: Any) -> list[tuple[Any, str]]:
+    """Return the base models to accelerate, and their families; raise if there are none, or one is not an original."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    found = [x for x in model.modules() if isinstance(x, tuple(MODELS))]
+    found = [(x, family) for x in model.modules() if (family := _family_of(type(x))) is not None]
     if not found:
         raise ValueError(
             f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; models "
             "without ALiBi get it by with_alibi, and alibi_torch.load_checkpoint reads models with code of their own"
         )
-    for base in found:
-        if isinstance(base, AcceleratedModel):
+    for base, family in found:
+        if hasattr(type(base), "alibi_own"):
             raise ValueError("model must not be accelerated yet; undo with restore first")
-        if type(base) not in MODELS:
-            own = next(kind for kind in MODELS if isinstance(base, kind))
-            raise ValueError(f"base model must be {own.__name__} itself, got {type(base).__name__}, a subclass of it")
+        if type(base).__name__ != FAMILIES[family] or not _is_of_transformers(type(base)):
+            name = type(base).__name__
+            raise ValueError(f"base model must be {FAMILIES[family]} itself, got {name}, a subclass of it")
     return found
 
 
-def _models_around(model: nn.Module) -> list[Any]:
+def _family_of(kind: type) -> str | None:
+    """Return the family of a class of base models, by its own name or that of a class that it derives from, or None."""
+    names = [x.__name__ for x in kind.__mro__ if _is_of_transformers(x)]
+    return next((family for family, name in FAMILIES.items() if name in names), None)
+
+
+def _is_of_transformers(kind: type) -> bool:
+    return kind.__module__.startswith("transformers.")
+
+
+def _models_around(model: nn.Module, base: Any, kind: Any) -> list[Any]:
     """Return the models with a head around a base model, such as ``BloomForCausalLM``."""
-    return [x for x in model.modules() if isinstance(x, FAMILIES) and not isinstance(x, tuple(MODELS))]
+    around = [x for x in model.modules() if isinstance(x, kind.alibi_family) and x is not base]
+    return [x for x in around if x.base_model is base]
 
 
-def _checked_layers(base: Any) -> tuple[Any, ...]:
-    """Return the attention layers; raise a ValueError for a layer or a setting that is not supported."""
-    config, own = base.config, MODELS[type(base)].alibi_layer.alibi_own
-    if isinstance(base, FalconModel) and not base.use_alibi:
-        raise ValueError("model must have ALiBi, got a Falcon model with alibi=False in its config (rotary positions)")
-    if isinstance(base, FalconModel) and config._attn_implementation not in FALCON_ADDITIONS:
-        raise ValueError(
-            "attn_implementation must be 'sdpa' or 'eager' for a Falcon model with ALiBi, "
-            f"got {config._attn_implementation!r}"
-        )
-    if isinstance(base, MptModel) and not config.attn_config.alibi:
-        raise ValueError("attn_config.alibi must be True for a model to be accelerated, got False")
-    layers = tuple(x for x in base.modules() if isinstance(x, own))
+def _layers_of(base: Any, kind: Any) -> tuple[Any, ...]:
+    """Return the attention layers of a base model."""
+    return tuple(x for x in base.modules() if isinstance(x, kind.alibi_layer.alibi_own))
+
+
+def _refusal(base: Any, kind: Any, layers: tuple[Any, ...]) -> str | None:
+    """Return why a base model cannot be accelerated: a layer or a setting that is not supported."""
+    own = kind.alibi_layer.alibi_own
     for layer in layers:
         if type(layer) is not own or ("forward" in vars(layer) and "_old_forward" not in vars(layer)):
-            raise ValueError(
+            return (
                 f"attention of the model must be {own.__name__}'s own, got {type(layer).__name__} with a forward of "
                 "its own; accelerate first, or leave the model as it is"
             )
-        if isinstance(base, BloomModel) and layer.beta != 1:
-            raise ValueError(f"beta must be 1 for a model to be accelerated, got {layer.beta}")
-    return layers
+    refusal: str | None = kind.refusal(base, layers)
+    return refusal
 
 
-def _slopes_of(base: Any, contract: str) -> tuple[float, ...]:
+def _raise_first(reasons: list[str | None]) -> None:
+    for reason in reasons:
+        if reason is not None:
+            raise ValueError(reason)
+
+
+def _slopes_of(base: Any, kind: Any, contract: str) -> tuple[float, ...]:
     """Return the slope of each head of a base model's bias, per token."""
     if contract == "exact":
-        # MPT's config has alibi_bias_max, but transformers' own builder ignores it and always uses 8.
-        bias_max = base.config.attn_config.alibi_bias_max if isinstance(base, MptModel) else 8
-        return tuple(canonical_slopes(base.num_heads, bias_max=bias_max, dtype="float64").tolist())
+        return tuple(canonical_slopes(base.num_heads, bias_max=kind.bias_max(base), dtype="float64").tolist())
     # The slope is the difference of the biases of two neighbouring keys.
     device = next((x.device for x in base.parameters() if not x.is_meta), torch.device("cpu"))
     two = torch.ones(1, 2, dtype=torch.long, device=device)
-    row = MODELS[type(base)].alibi_layer.build(two, base.num_heads, torch.float32).double()[0]
+    row = kind.alibi_layer.build(two, base.num_heads, torch.float32).double()[0]
     return tuple((row[:, 1] - row[:, 0]).tolist())
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall
 from alibi_torch._attention import run
 from alibi_torch._dispatch import autocasted, needs_gradients, no_autocast
-from alibi_torch._internals import in_transform
-from alibi_torch.transformers._tokens import Tokens, is_unreadable
+from alibi_torch._internals import in_transform, is_unreadable
+from alibi_torch.transformers._tokens import Tokens
 
 # Up to this many scores per head and this many keys, one dense bias, shared by all layers, is faster than tiled calls.
 SHARED_SCORES, SHARED_KEYS = 2**16, 2**10

@@ -21,12 +21,16 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
-from transformers.utils import output_capturing
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, masking_utils
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from alibi_torch._attention import attention
-from alibi_torch.transformers._tokens import is_unreadable
+from alibi_torch._internals import is_unreadable
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:
+    _active_collector = None
 
 NAME = "alibi"
 OTHER_SCORES = ("position_bias", "softcap", "s_aux", "cache")  # arguments that change scores, or hold paged keys
@@ -104,7 +108,7 @@ def alibi_mask(
     sliding windows, chunks, bidirectional image tokens.
     """
     pattern, sequences = (None, None) if use_vmap else _pattern_of(mask_function)
-    has_room, both_directions = False, "allow_is_bidirectional_skip" in kwargs
+    has_room, both_directions = False, pattern == "bidirectional" or "allow_is_bidirectional_skip" in kwargs
     if isinstance(q_offset, Tensor) and is_unreadable(q_offset):
         pattern = None  # under a compiler, the filled length is not known yet
     elif not both_directions:
@@ -150,11 +154,13 @@ def _slopes_of(module: Any, query: Tensor, is_causal: bool) -> tuple[Tensor | No
 
 
 def _wants_weights(module: Any, asked: bool | None) -> bool:
-    """Return whether the caller requested weights: from the layer's argument, else from the output collector."""
-    if asked is not None:
-        return asked
-    collector = getattr(output_capturing, "_active_collector", None)
-    wanted = None if collector is None else collector.get()
+    """Return whether the caller requested weights: from the layer's argument, else from the output collector.
+
+    Without the collector they are always computed: slower, and not wrong.
+    """
+    if asked is not None or _active_collector is None:
+        return asked is None or asked
+    wanted = _active_collector.get()
     if wanted is None:
         return bool(getattr(module.config, "output_attentions", False))
     return "attentions" in wanted or "cross_attentions" in wanted
@@ -203,8 +209,10 @@ def _sequences_of(position_ids: Any, mask: Tensor | None, query: Tensor) -> Tens
 
 def _pattern_of(mask_function: Callable[..., Any]) -> tuple[str | None, Tensor | None]:
     """Return "causal" or "bidirectional", and the number of each token's sequence in packed rows; None if unknown."""
-    if mask_function in (bidirectional_mask_function, causal_mask_function):
-        return "causal" if mask_function is causal_mask_function else "bidirectional", None
+    if mask_function is causal_mask_function:
+        return "causal", None
+    if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
+        return "bidirectional", None
     if torch.compiler.is_compiling():  # closures cannot be inspected
         return None, None
     parts, sequences = [mask_function], None

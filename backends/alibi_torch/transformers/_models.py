@@ -1,8 +1,7 @@
-"""The base models of BLOOM, MPT and Falcon; they read the arguments of a pass once, for all layers."""
+"""The base models of accelerated models; they read the arguments of a pass once, for all layers."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,43 +9,57 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.bloom.modeling_bloom import BloomModel, BloomPreTrainedModel
-from transformers.models.falcon.modeling_falcon import FalconModel, FalconPreTrainedModel
-from transformers.models.mpt.modeling_mpt import MptModel, MptPreTrainedModel
 
-from alibi_torch._internals import is_recorded
+from alibi_torch._internals import is_recorded, is_unreadable
 from alibi_torch.transformers._cache import AlibiCache, unknown_cache
-from alibi_torch.transformers._layers import (
-    AcceleratedAttention,
-    AcceleratedBloomAttention,
-    AcceleratedFalconAttention,
-    AcceleratedMptAttention,
-)
+from alibi_torch.transformers._layers import AcceleratedAttention
 from alibi_torch.transformers._names import by_name, cache_of, positional_names, with_own_cache_name
 from alibi_torch.transformers._state import State
-from alibi_torch.transformers._tokens import (
-    Tokens,
-    carried,
-    carrier,
-    is_carrier,
-    is_unreadable,
-    starts_of,
-)
+from alibi_torch.transformers._tokens import Tokens, carried, carrier, is_carrier, starts_of
 
 
 class AcceleratedModel:
-    """A base model whose attention layers use this library."""
+    """A base model whose attention layers use this library.
+
+    Each family is a module of the name that ``FAMILIES`` gives, with its base model as ``MODEL``.
+    """
 
     alibi_own: type[Any]  # the original class of transformers
+    alibi_family: type[Any]  # the class of transformers that the base model and the models around it derive from
     alibi_layer: type[AcceleratedAttention]  # the accelerated class of its attention layers
     alibi_layers: tuple[Any, ...]
     alibi_state: State  # shared with the layers
+
+    def __init_subclass__(cls) -> None:
+        cls.__name__ = cls.alibi_own.__name__  # transformers saves a model's class name in its config
+
+    @staticmethod
+    def refusal(base: Any, layers: tuple[Any, ...]) -> str | None:
+        """Return why a setting of an original base model or of its layers is not supported; None if all are."""
+        return None
+
+    @staticmethod
+    def bias_max(base: Any) -> float:
+        """Return the ``bias_max`` of an original base model's slopes."""
+        return 8.0
+
+    @staticmethod
+    def switch(base: Any, is_own: bool) -> None:
+        """Change what a base model stores for its own code to compute its bias, or not."""
+
+    @staticmethod
+    def prepare(outer: Any) -> None:
+        """Prepare a model around a base model, such as ``BloomForCausalLM``."""
+        if "alibi_hook" not in vars(outer):  # still there if only the base model was restored
+            hook = functools.partial(prepare_call, names=positional_names(type(outer).forward))
+            outer.alibi_hook = outer.register_forward_pre_hook(hook, with_kwargs=True)
+            outer.create_masks_for_generate = padding_of_all_places
 
     def _run_own(self, given: dict[str, Any]) -> Any:
         return self.alibi_own.forward(self, **given)
 
 
-def _forward(own: type[Any]) -> Callable[..., Any]:
+def model_forward(own: type[Any]) -> Callable[..., Any]:
     """Return the ``forward`` of an accelerated base model: the original, with a mask that carries the tokens."""
     names = positional_names(own.forward)
 
@@ -72,46 +85,6 @@ def _forward(own: type[Any]) -> Callable[..., Any]:
             state.tokens = None
 
     return forward
-
-
-class AcceleratedBloomModel(AcceleratedModel, BloomModel):
-    """BLOOM's base model."""
-
-    alibi_own, alibi_layer = BloomModel, AcceleratedBloomAttention
-    forward = _forward(BloomModel)
-
-    def build_alibi_tensor(self, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the model's bias; an empty tensor if the library computes attention."""
-        if is_carrier(attention_mask):
-            return attention_mask.new_zeros(0)
-        return super().build_alibi_tensor(attention_mask, *args, **kwargs)
-
-
-class AcceleratedMptModel(AcceleratedModel, MptModel):
-    """MPT's base model."""
-
-    alibi_own, alibi_layer = MptModel, AcceleratedMptAttention
-    forward = _forward(MptModel)
-
-
-class AcceleratedFalconModel(AcceleratedModel, FalconModel):
-    """Falcon's base model. ``use_alibi``, which adds a bias to any mask, is False but where the original code runs."""
-
-    alibi_own, alibi_layer = FalconModel, AcceleratedFalconAttention
-    forward = _forward(FalconModel)
-
-    def _run_own(self, given: dict[str, Any]) -> Any:
-        own = copy.copy(self)  # other threads may be in a pass of this model by the library
-        own.use_alibi = True
-        return super(AcceleratedFalconModel, own)._run_own(given)
-
-
-MODELS: dict[type, Any] = {
-    kind.alibi_own: kind for kind in (AcceleratedBloomModel, AcceleratedMptModel, AcceleratedFalconModel)
-}
-for _own, _kind in MODELS.items():
-    _kind.__name__ = _own.__name__  # transformers saves a model's class name in its config
-FAMILIES = (BloomPreTrainedModel, MptPreTrainedModel, FalconPreTrainedModel)
 
 
 # --- Reading the arguments of a pass --------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.utils.import_utils import is_tracing
 
-from alibi_torch._internals import has_dispatch_mode, in_transform
+from alibi_torch._internals import has_dispatch_mode, is_unreadable
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,6 @@ class Tokens:
 
 
 # --- Reading arguments ----------------------------------------------------------------------------------------------
-
-
-def is_unreadable(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be read: it is on ``meta``, or a compiler, tracer or ``vmap`` is active."""
-    return tensor.is_meta or is_tracing(tensor) or in_transform()
 
 
 def starts_of(position_ids: Tensor, batch: int, q_len: int, past: Any, mask: Tensor | None) -> Tensor | None:
