@@ -150,7 +150,8 @@ class AlibiEmbedding(InputModule):
         shape = {"config": asdict(self.encoder.config), "vocab_size": self.encoder.embedding.num_embeddings}
         options = {name: getattr(self, name) for name in ("pooling", "normalize", "max_seq_length")}
         (folder / OWN_CONFIG).write_text(json.dumps(shape | options, indent=2), encoding="utf-8")
-        save_file({name: x.contiguous() for name, x in self.encoder.state_dict().items()}, folder / WEIGHTS)
+        weights = {name: x.contiguous() for name, x in self.encoder.state_dict().items()}
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})
         self.save_tokenizer(output_path)
 
 
