@@ -66,8 +66,10 @@ def bias(
     Distances are integers; the product is computed in float32 (float64 for a float64 result) and rounded once to
     ``dtype``. The same arguments give the same bits in every array library, eager or compiled.
 
-    ``contract`` selects the bias that a family of models was trained with: every finite element equals bit for bit the
-    number that ``transformers`` adds to the model's scores.
+    ``contract`` selects the bias that a family of models was trained with: every finite element is the number that
+    ``transformers`` adds to the model's scores, bit for bit where its ``pow`` rounds correctly. PyTorch's vectorised
+    ``pow`` does not on every CPU; it moves some float32 slopes of BLOOM and MPT by a unit in the last place, and so
+    their bias by up to two.
 
     - ``"bloom"``: ``slopes[h] * j`` in float32, rounded to ``dtype``, the model's;
     - ``"falcon"``: the same, with slopes, ``j`` and product rounded to bfloat16, then cast to ``dtype``. Divide it, or

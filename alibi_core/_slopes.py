@@ -65,7 +65,7 @@ def slopes(
     - ``"geometric"``: the same as ``scheme="geometric"``; :func:`bias` accepts this name too.
 
     Up to 128 heads, BLOOM's and MPT's slopes are bit for bit those of ``transformers`` if ``powf`` rounds correctly;
-    with PyTorch's vectorised ``pow`` one of theirs may be a unit in the last place off.
+    PyTorch's vectorised ``pow`` may be a unit in the last place off.
 
     Args:
         num_heads: Number of heads, at least 1.

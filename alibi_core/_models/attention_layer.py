@@ -207,9 +207,10 @@ class BaseAttention(Module):
         rules |= {"implementation": self.implementation, "law": self.law}
         longer = None
         if cache is None:
+            slopes = self._current_slopes
             direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes, "q_offset": q_offset}
             direction |= {"positions": positions, "distance": self.distance}
-            attended = self._attention(query, key, value, self._current_slopes, **direction, **rules)
+            attended = self._attention(query, key, value, slopes, **direction, **rules)
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         else:

@@ -31,8 +31,11 @@ def layer_record(layer: Any) -> dict[str, Any]:
 
 
 def weights_metadata(modules: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return the metadata of a safetensors file for the attention layers among named modules."""
-    return {KEY: json.dumps({name: layer_record(layer) for name, layer in _layers(modules)})}
+    """Return the metadata of a safetensors file for the attention layers among named modules.
+
+    ``format`` is that of PyTorch, which other libraries ask for: all backends write its layout.
+    """
+    return {"format": "pt", KEY: json.dumps({name: layer_record(layer) for name, layer in _layers(modules)})}
 
 
 def check_weights(metadata: Mapping[str, str] | None, modules: Iterable[tuple[str, Any]]) -> None:

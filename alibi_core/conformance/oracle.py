@@ -67,7 +67,12 @@ def distances(c: Computation) -> dict[str, Values]:
 
 @dataclass(frozen=True)
 class Answer:
-    """An exact result and its error budget, element by element."""
+    """An exact result and its error budget, element by element.
+
+    Example:
+        >>> Answer(np.ones(2), np.full(2, 1e-6)).budget.tolist()
+        [1e-06, 1e-06]
+    """
 
     value: Values
     budget: Values  # the largest error that rounding can cause

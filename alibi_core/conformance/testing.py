@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes, draw_case
-from alibi_core.conformance.data import DATA, STEEP
-from alibi_core.conformance.laws import LONGER
-from alibi_core.conformance.oracle import (
+from alibi_core.conformance.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes, draw_case  # noqa: F401
+from alibi_core.conformance.data import DATA, STEEP  # noqa: F401, names beside __all__ are for this project's tests
+from alibi_core.conformance.laws import LONGER  # noqa: F401
+from alibi_core.conformance.oracle import (  # noqa: F401
     SMALLEST,
     U32,
     UNIT_ROUNDOFF,
@@ -39,13 +39,7 @@ except ModuleNotFoundError as error:
     message = f"alibi_core.conformance.testing needs {error.name}; install with pip install hypothesis"
     raise ModuleNotFoundError(message, name=error.name) from error
 
-# fmt: off
-__all__ = [
-    "COTANGENTS", "DATA", "FAR", "FORMS", "LONGER", "PER_BATCH", "SIZES", "SMALLEST", "STEEP", "U32",
-    "UNIT_ROUNDOFF", "Answer", "Attention", "Case", "Rules", "Sizes",
-    "assert_within_budget", "cases", "penalties", "rounded", "summed_over_batch",
-]
-# fmt: on
+__all__ = ["Answer", "Case", "Sizes", "assert_within_budget", "cases"]
 
 # Quick profiles draw from these few sizes: compiling each new shape takes long.
 SIZES = (
@@ -75,8 +69,8 @@ def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | Non
     examples.
 
     Example:
-        >>> cases(plain=True).example().window_size is None  # doctest: +SKIP
-        True
+        >>> cases(plain=True)
+        cases(plain=True)
     """
     if sizes is None:
         sizes = draw(_ANY_SIZES if settings().max_examples > 100 else st.sampled_from(SIZES))

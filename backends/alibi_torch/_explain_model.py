@@ -24,8 +24,8 @@ ALMOST_ALL = 0.99  # Above this share of weight on one token, a head counts as b
 class ModelExplanation:
     """Statistics of each head's attention weights over the queries of a text. ``print`` shows one line per layer.
 
-    All attributes are NumPy arrays, ``[layers, heads]``. They exclude the first query: in a causal model it sees only
-    one token.
+    All attributes are NumPy arrays, ``[layers, heads]``, NaN where a layer has fewer heads than another. They exclude
+    the first query: in a causal model it sees only one token.
 
     Attributes:
         look_back: The median distance, in tokens: half of the weight is on keys at most this far away.
@@ -54,7 +54,7 @@ class ModelExplanation:
     def __str__(self) -> str:
         lines = ["layer: median distance (share on the first token) of each head"]
         for layer, (distances, shares) in enumerate(zip(self.look_back, self.on_first, strict=True)):
-            heads = " ".join(f"{d:.0f} ({x:.0%})" for d, x in zip(distances, shares, strict=True))
+            heads = " ".join(f"{d:.0f} ({x:.0%})" for d, x in zip(distances, shares, strict=True) if not np.isnan(d))
             lines.append(f"{layer}: {heads}")
         for name, heads in self.blind.items():
             listed = ", ".join(f"{layer}.{head}" for layer, head in heads) or "none"
@@ -86,8 +86,7 @@ def explain_model(model: nn.Module, tokens: Tensor) -> ModelExplanation:
     Weights are computed densely, one layer at a time: a text of N tokens takes 4 * heads * N**2 bytes.
 
     Args:
-        model: A model with :class:`AlibiAttention` layers, all with the same number of heads; for example from
-            :func:`load_checkpoint`.
+        model: A model with :class:`AlibiAttention` layers, for example from :func:`load_checkpoint`.
         tokens: ``[batch, length]`` integers, at least two tokens each, without padding.
 
     Raises:
@@ -118,7 +117,9 @@ def explain_model(model: nn.Module, tokens: Tensor) -> ModelExplanation:
         for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(look, with_kwargs=True))
         model(tokens)
-    return ModelExplanation(*(np.stack(x) for x in zip(*found, strict=True)))
+    most = max(len(distances) for distances, *_ in found)
+    padded = np.asarray([[np.pad(x, (0, most - len(x)), constant_values=np.nan) for x in layer] for layer in found])
+    return ModelExplanation(*padded.swapaxes(0, 1))
 
 
 def _summary(weights: Tensor) -> tuple[np.ndarray, ...]:

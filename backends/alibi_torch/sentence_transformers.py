@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class AlibiEmbedding(InputModule):
     """Embed texts of any length by an :class:`AlibiEncoder`, padding-free: tokenizer, encoder, pooling, normalisation.
 
     It is the only module that a ``SentenceTransformer`` needs. No time is spent on padding in batches of different
-    lengths. Vectors of single tokens (``output_value="token_embeddings"``) are not supported. Load a saved model by
+    lengths, unless vectors of single tokens are asked for (``output_value="token_embeddings"``). Load a saved model by
     :meth:`of`, or by ``SentenceTransformer(folder, trust_remote_code=True)``; ``sentence-transformers`` requires this
     flag for every class outside of its package, but no code in the folder is executed.
 
@@ -137,7 +137,8 @@ class AlibiEmbedding(InputModule):
         rules = {"mask": features["attention_mask"], "token_types": types, "pooling": self.pooling}
         vectors = self.encoder.encode(features["input_ids"], **rules)
         features["sentence_embedding"] = torch.nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
-        return features
+        mask = features["attention_mask"][:, None, None, :] != 0
+        return _Features(features, lambda: self.encoder(features["input_ids"], mask=mask, token_types=types))
 
     def get_embedding_dimension(self) -> int:
         """Return the number of features of a vector."""
@@ -149,8 +150,23 @@ class AlibiEmbedding(InputModule):
         shape = {"config": asdict(self.encoder.config), "vocab_size": self.encoder.embedding.num_embeddings}
         options = {name: getattr(self, name) for name in ("pooling", "normalize", "max_seq_length")}
         (folder / OWN_CONFIG).write_text(json.dumps(shape | options, indent=2), encoding="utf-8")
-        save_file({name: x.contiguous() for name, x in self.encoder.state_dict().items()}, folder / WEIGHTS)
+        weights = {name: x.contiguous() for name, x in self.encoder.state_dict().items()}
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})
         self.save_tokenizer(output_path)
+
+
+class _Features(dict[str, Any]):
+    """Features whose ``token_embeddings``, ``[batch, length, embed_dim]``, are computed when they are read."""
+
+    def __init__(self, features: dict[str, Any], of_tokens: Callable[[], Tensor]) -> None:
+        super().__init__(features)
+        self._of_tokens = of_tokens
+
+    def __missing__(self, name: str) -> Tensor:
+        if name != "token_embeddings":
+            raise KeyError(name)
+        self[name] = self._of_tokens()
+        return self[name]
 
 
 def _options_of(folder: Path) -> dict[str, Any]:

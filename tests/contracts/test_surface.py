@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "public_names.md"
 BACKENDS = ("torch", "jax", "mlx")
 ROOMS = {
-    "alibi_core": ("plot", "conformance"),
+    "alibi_core": ("plot", "conformance", "conformance.testing"),
     "alibi_torch": ("nn", "caches", "parallel", "transformers", "sentence_transformers", "conformance"),
     "alibi_jax": ("nn", "caches", "parallel", "conformance"),
     "alibi_mlx": ("nn", "caches", "conformance"),
@@ -55,9 +55,7 @@ def callables(name: str, item: Any) -> Iterator[tuple[str, Any, Any]]:
     if not inspect.isclass(item):
         yield name, item, item
         return
-    makes = inspect.getattr_static(item, "make", None)
-    made = item.__new__ if issubclass(item, tuple) else item.__init__
-    yield name, makes.__func__ if isinstance(makes, classmethod) else made, item
+    yield name, item.__new__ if issubclass(item, tuple) else item.__init__, item
     for attribute in dir(item) if not item.__module__.startswith("alibi_core.conformance") else ():
         method = inspect.getattr_static(item, attribute)
         method = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method

@@ -62,6 +62,18 @@ def test_slopes_have_the_bits_of_the_models(torch: Any, family: str) -> None:
         assert torch.equal(actual, expected), num_heads
 
 
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_the_models_own_pow_moves_a_slope_by_a_unit_and_a_bias_by_two(family: str) -> None:
+    torch = pytest.importorskip("torch")
+    for num_heads in range(1, 129):
+        expected = added(torch, family, num_heads, 300)[:, 0]
+        actual = alibi_core.key_bias(num_heads, 300, contract=family, xp=torch)[:, 0]
+        units = (expected.view(torch.int32) - actual.view(torch.int32)).abs()
+        at_one = [1] if family == "bloom" else [-2]  # the bias at distance 1 is the slope
+        assert units[:, at_one].max() <= 1, num_heads
+        assert units.max() <= 2, num_heads
+
+
 @pytest.mark.parametrize("bias_max", [4, 16, 7.3])
 def test_mpts_bias_max_has_the_bits_of_the_model(torch: Any, bias_max: float) -> None:
     for num_heads in HEADS:

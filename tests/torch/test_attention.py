@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize, prune  # noqa: E402
 
 import alibi_core  # noqa: E402
 import alibi_torch  # noqa: E402
-from alibi_torch import AlibiAttention, AlibiBias  # noqa: E402
+from alibi_torch import AlibiAttention, AlibiBias, AlibiConfig, AlibiEncoder, load_weights, save_weights  # noqa: E402
 from tests.support.threads import check_threads  # noqa: E402
 
 IMPLEMENTATIONS = ["tiled", "sdpa", "dense"]
@@ -196,6 +196,30 @@ def test_a_layer_made_on_meta_comes_to_life_with_its_slopes() -> None:
     layer = torch.nn.Sequential(AlibiAttention(24, 12, slopes=source.slopes, device="meta"))
     layer.load_state_dict(torch.nn.Sequential(source).state_dict(), assign=True)
     assert torch.equal(layer(x), source(x))
+
+
+@pytest.mark.parametrize(
+    "way", ["dispatched", "dispatched, buffers on meta", "to two devices", "one by one", "emptied"]
+)
+def test_accelerate_loads_a_saved_model(way: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    config = AlibiConfig(num_layers=2, embed_dim=8, num_heads=2, is_causal=False, future_slopes=(0.3, 0.2), dropout=0.0)
+    source, tokens, file = AlibiEncoder(config, 11).eval(), torch.arange(10)[None], f"{tmp_path}/model.safetensors"
+    save_weights(source, file)
+    meta = torch.device("meta") if way == "one by one" else accelerate.init_empty_weights("buffers" in way)
+    with meta:
+        model = AlibiEncoder(config, 11).eval()
+    if way == "one by one":
+        for name, value in source.state_dict().items():
+            accelerate.utils.set_module_tensor_to_device(model, name, "cpu", value=value)
+    elif way == "emptied":
+        load_weights(model.to_empty(device="cpu"), file)
+    else:
+        places = {"embedding": "disk", "transformer": "cpu"} if "two" in way else {"": "cpu"}
+        rules = {"device_map": places, "offload_folder": tmp_path}
+        model = accelerate.load_checkpoint_and_dispatch(model, file, **rules)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), source(tokens))
 
 
 @pytest.mark.parametrize("make", [torch.ones, lambda n: np.ones(n, np.float32)])

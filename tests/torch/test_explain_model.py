@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from alibi_torch import AlibiConfig, AlibiEncoder, AlibiLanguageModel, explain_model  # noqa: E402
+from alibi_torch import AlibiAttention, AlibiConfig, AlibiEncoder, AlibiLanguageModel, explain_model  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", [AlibiLanguageModel, AlibiEncoder])
@@ -28,5 +28,12 @@ def test_steep_heads_look_at_their_own_token_and_flat_ones_at_all(kind: type[tor
     np.testing.assert_allclose(said.on_first[:, 2], shares.mean(), rtol=1e-5)
     assert str(said).splitlines()[-1].endswith("0.0, 1.0")
     assert len(pytest.importorskip("matplotlib") and said.figure().axes) == 4
+    model.transformer.blocks[1].attention = AlibiAttention(16, 2, is_causal=is_causal)
+    fewer = explain_model(model, torch.arange(30)[None] % 7)
+    assert (
+        np.isnan(fewer.look_back).tolist() == np.isnan(fewer.on_own).tolist() == [[False] * 4, [False] * 2 + [True] * 2]
+    )
+    assert "nan" not in str(fewer)
+    assert fewer.figure()
     with pytest.raises(ValueError, match="model must have AlibiAttention layers, got a Linear"):
         explain_model(torch.nn.Linear(2, 2), torch.zeros(1, 2))

@@ -50,6 +50,9 @@ def test_texts_of_several_lengths_are_embedded_as_each_alone(folder: Path) -> No
         np.testing.assert_allclose(found, np.stack([expected(folder, text) for text in TEXTS]), atol=1e-5)
     np.testing.assert_allclose(model.encode("w4", prompt="w2 w3 "), expected(folder, "w2 w3 w4"), atol=1e-5)
     assert model.get_embedding_dimension() == found.shape[1]
+    for vectors, text in zip(model.encode(TEXTS, output_value="token_embeddings"), TEXTS, strict=True):
+        assert len(vectors) == len(text.split())
+        np.testing.assert_allclose(vectors.mean(axis=0), expected(folder, text), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
         )
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = nn.Dropout(dropout)
-        self._register_slopes(self.out_proj.weight.device, learnable=learnable_slopes)
+        self._register_slopes(device, learnable=learnable_slopes)
 
     forward = models.BaseAttention.__call__
 

@@ -95,7 +95,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
         self.distance, self.law = distance, law
         self.shape = shape
-        self._register_slopes(self.out_proj.weight.device, learnable=learnable_slopes)
+        self._register_slopes(device, learnable=learnable_slopes)
         self.register_forward_pre_hook(_no_fused_path)
 
     def _reset_parameters(self) -> None:

@@ -26,7 +26,7 @@ class KeepsSlopes(nn.Module):
     future_slopes: Tensor | None
     log_slopes: nn.Parameter | None
 
-    def _register_slopes(self, device: torch.device, *, learnable: bool = False) -> None:
+    def _register_slopes(self, device: torch.device | str | None, *, learnable: bool = False) -> None:
         """Register the slopes of ``shape`` as buffers, or learnable ones as the parameter ``log_slopes``."""
         past, future = (self._slopes_on(name, device) for name in ("slopes", "future_slopes"))
         self.log_slopes = nn.Parameter(past.log()) if learnable and past is not None else None
@@ -39,14 +39,18 @@ class KeepsSlopes(nn.Module):
         self.register_state_dict_post_hook(_record)
         self.register_load_state_dict_pre_hook(_compare)
 
-    def _slopes_on(self, name: str, device: torch.device) -> Tensor | None:
+    def _slopes_on(self, name: str, device: torch.device | str | None) -> Tensor | None:
         values = getattr(self.shape, name)
         return None if values is None else torch.tensor(values, dtype=torch.float32, device=device)
 
     @property
     def _current_slopes(self) -> Tensor:
         """The slopes in use, ``[num_heads]``, fixed or learned."""
-        return self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        if self.log_slopes is not None:
+            return self.log_slopes.exp()
+        if self.slopes.is_meta:  # parameters may have been set one by one, as accelerate does
+            _revive(self)
+        return self.slopes
 
     def _stored_slopes(self) -> list[tuple[nn.Module, str]]:
         """Return where slopes are stored, as modules and names; pruning and parametrizations rename them."""
@@ -58,16 +62,25 @@ class KeepsSlopes(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         stored = [(module, name, getattr(module, name)) for module, name in self._stored_slopes()]
-        unfilled = [(module, name) for module, name, x in stored if x.is_meta and name in NAMES[:2]]
+        # accelerate's init_empty_weights puts parameters on meta, and leaves buffers where they are.
+        is_empty = any(x.is_meta for x in self.parameters())
+        fixed = [(module, name, x) for module, name, x in stored if name in NAMES[:2] and (is_empty or x.is_meta)]
+        unfilled = {id(x): (module, name) for module, name, x in fixed}
         # A list of gradients would prevent torch.utils.swap_tensors, by which DTensors are cast.
         uncast = {id(y) for _, _, x in stored for y in (x, x.grad) if y is not None}
 
         def moved(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
+            try:
+                result = fn(tensor)
+            except NotImplementedError:  # nothing can be copied out of meta
+                if id(tensor) not in unfilled:
+                    raise
+                tensor = self._slopes_on(unfilled[id(tensor)][1], "cpu")
+                result = fn(tensor)
             return tensor.to(result.device) if id(tensor) in uncast and result.dtype != tensor.dtype else result
 
         super()._apply(moved, recurse)
-        for module, name in unfilled:  # to_empty allocates without values
+        for module, name in unfilled.values():  # to_empty allocates without values
             slopes = getattr(module, name)
             slopes.data = self._slopes_on(name, slopes.device)
         return self
@@ -85,8 +98,8 @@ def _compare(module: KeepsSlopes, state_dict: Any, prefix: str, local_metadata: 
         rest[-1].append(f"{message}; a plain dict(state_dict), which has no metadata, loads all the same")
 
 
-def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
-    """Give fixed slopes their values after ``load_state_dict(assign=True)`` on a module on ``meta``."""
+def _revive(module: KeepsSlopes, incompatible_keys: object = None) -> None:
+    """Give fixed slopes their values once a module that was made on ``meta`` has parameters elsewhere."""
     device = next((x.device for x in module.parameters() if not x.is_meta), None)
     for name in ("slopes", "future_slopes"):
         slopes = getattr(module, name)
