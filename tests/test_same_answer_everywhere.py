@@ -36,7 +36,7 @@ MASKS = ("k", "qk", "hqk", "b11k", "b1qk", "bhqk", "11qk", "bh1k", "bk", "bqk")
 INTEGER_MASKS = ("bk:int", "b11k:int", "b1qk:int", "11qk:int", "bhqk:int")
 # Few shapes, and unequal sizes of axes: none may be taken for another, and no mask or position be read in two ways.
 LENGTHS = ((7, 7), (5, 11), (11, 5), (1, 13), (1, 1), (17, 17), (0, 5), (4, 0))
-LONG = ((64, 65), (17, 300), (128, 128), (150, 150), (257, 257), (1, 1025), (40, 1100), (700, 420), (1100, 1100))
+LONG = ((64, 65), (17, 300), (128, 128), (150, 150), (257, 257), (1, 1025), (17, 1100))
 BATCHES: tuple[tuple[int, ...], ...] = ((2,), (), (3,), (2, 3), (0,))
 HEADS = ((3, 1), (1, 1), (2, 2), (1, 3), (6, 1))
 COMPILED = {"jax": 90, "mlx": 5, "torch": 2}  # so many problems in a hundred: MLX and PyTorch compile for seconds
@@ -54,7 +54,7 @@ def problems(draw: st.DrawFn) -> Problem:
     found: dict[str, Any] = {
         "lengths": one_of(LENGTHS if has_few_scores else LONG),
         "batch": one_of(BATCHES) if has_few_scores else (2,),
-        "heads": one_of(HEADS) if has_few_scores else (1, 3),
+        "heads": one_of(HEADS) if has_few_scores else (1, 2),
         "head_dim": one_of((5, 1, 8, 32, 64)),
         "dtype": one_of(("float32", "float32", "bfloat16", "float16", "float64")),
         "data": maybe(sorted(DATA)) or "normal",
@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn) -> Problem:
         "returns_weights": bool(maybe([True], 1)),
         "loss": one_of(COTANGENTS),
         "closes_over": draw(st.booleans()),
-        "tiling": draw(TILINGS) if maybe([True], 5) else None,
+        "tiling": draw(TILINGS) if has_few_scores and maybe([True], 5) else None,
         "luck": 100 - draw(st.integers(0, 100)),
         "seed": draw(st.integers(0, 2**16)),
     }
@@ -164,7 +164,7 @@ def computed(backend: Backend, siblings: list[Problem], is_compiled: bool) -> li
         return lost(p, of_result, weight, backend.is_length_first) if wrt else 0.0, result
 
     answers, program = [], differentiated(loss, is_compiled) if wrt else compiled(framework, loss, is_compiled)
-    for sibling in siblings[:1] if p.closes_over else siblings:
+    for sibling in siblings:
         others = arrays_of(sibling)
         gradients, result = program({name: others.pop(name) for name in wrt}, others)
         result, weights = result if p.returns_weights else (result, None)
@@ -261,7 +261,8 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
     if problem.dtype not in LIBRARIES[library].dtypes:
         problem = dataclasses.replace(problem, dtype="float32")
     is_compiled = problem.luck < COMPILED.get(library, 0)
-    siblings = [dataclasses.replace(problem, seed=problem.seed + i) for i in range(SIBLINGS if is_compiled else 1)]
+    count = SIBLINGS if is_compiled and not problem.closes_over else 1
+    siblings = [dataclasses.replace(problem, seed=problem.seed + i) for i in range(count)]
     answers = [exact(x) for x in siblings]
     for backend in backends(library):
         if problem.dtype not in backend.framework.dtypes:
@@ -272,7 +273,7 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
             backend = dataclasses.replace(backend, implementation=None)  # by default, one that can is chosen
         with problem.tiling.applied() if problem.tiling else contextlib.nullcontext():
             found = computed(backend, siblings, is_compiled)
-        for sibling, answer, each in zip(siblings, answers, found, strict=False):
+        for sibling, answer, each in zip(siblings, answers, found, strict=True):
             for name, actual in each.items():
                 try:
                     assert_within_budget(actual, answer[name])
