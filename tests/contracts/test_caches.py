@@ -349,7 +349,8 @@ def test_each_row_has_room_up_to_max_length(name: str) -> None:
 def test_sizes_may_be_small_numpy_integers_and_must_be_sizes(name: str) -> None:
     cache = keeping(name, tuple(np.uint8(n) for n in (BATCH, KV_HEADS, 200, HEAD_DIM)))
     cache.append(*zeros(200))
-    assert cache.length == cache.inner.max_length == 200
+    assert cache.length == 200
+    assert cache.inner.max_length == (256 if name == "jax" else 200)  # JAX has whole blocks of 128
     for index, axis in enumerate(("batch_size", "num_kv_heads", "max_length", "head_dim")):
         if name == "mlx" and axis in ("num_kv_heads", "head_dim"):
             continue  # it takes them from the first keys
