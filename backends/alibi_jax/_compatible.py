@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
@@ -114,6 +115,7 @@ def new_primitive(
     result_types: Callable[..., list[Any]],
     mapped: Callable[..., Any],
     jvp: Callable[..., Any],
+    has_effects: Callable[[dict[str, Any]], bool],
 ) -> Primitive:
     """Return a primitive whose implementation gets the compilation target, which no public function of JAX provides.
 
@@ -123,6 +125,7 @@ def new_primitive(
         result_types: Abstract evaluation: takes types and parameters, and returns the types of the results.
         mapped: The rule for jax.vmap: takes the primitive, ``result_types``, arrays, their mapped axes and parameters.
         jvp: The rule for jax.jvp: takes the primitive, arrays, their tangents (see :func:`is_zero`) and parameters.
+        has_effects: Whether the implementation calls back to the host in order, given the parameters.
     """
     primitive, run = Primitive(name), broadcasting(run)
     primitive.multiple_results = True
@@ -138,16 +141,30 @@ def new_primitive(
         plain = {name: [jax.core.ShapedArray(x.shape, x.dtype) for x in getattr(context, name)]
                  for name in ("avals_in", "avals_out")}  # fmt: skip
         function = functools.partial(run, target, **parameters)
-        return mlir.lower_fun(function, multiple_results=True)(context.replace(**plain), *arrays)
+        inner = context.replace(**plain)
+        found = mlir.lower_fun(function, multiple_results=True)(inner, *arrays)
+        context.set_tokens_out(inner.tokens_out)
+        return found
+
+    def abstract(*types: Any, **parameters: Any) -> Any:
+        found = result_types(*types, **parameters)
+        return found, _ordered_effects() if has_effects(parameters) else set()
 
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    primitive.def_abstract_eval(result_types)
+    primitive.def_effectful_abstract_eval(abstract)
     for platform in ("tpu", "cpu"):
         mlir.register_lowering(primitive, functools.partial(lower, platform=platform), platform=platform)
     mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = functools.partial(mapped, primitive, result_types)
     ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
     return primitive
+
+
+@functools.cache
+def _ordered_effects() -> Any:
+    """Return the effects of a program that calls back to the host in order."""
+    call = functools.partial(jax.experimental.io_callback, lambda: None, None, ordered=True)
+    return jax.make_jaxpr(call)().effects
 
 
 def is_zero(tangent: Any) -> bool:

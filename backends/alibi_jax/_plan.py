@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.checks import MAX_POSITION
@@ -35,12 +36,13 @@ class Needed(NamedTuple):
     stop: jax.Array
 
 
-def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
+def needed_keys(operands: Operands, q_tile: int, kv_tile: int, *, by_entry: bool = False) -> Needed:
     """Return the range of keys that each tile of ``q_tile`` queries needs; other keys weigh at most the tolerance.
 
     Memory is linear in the lengths, and the host reads nothing. One bound of norms covers ``kv_tile`` or more keys.
+    ``by_entry``: keys of known norms are read in a loop over the batch; XLA on TPUs copies what it gathers from.
     """
-    call, bounds = operands.call, _score_bounds(operands, Tiling(q_block=q_tile, kv_block=kv_tile))
+    call, bounds = operands.call, _score_bounds(operands, Tiling(q_block=q_tile, kv_block=kv_tile), by_entry)
     ranges = key_ranges(call, bounds)
     # [batch, num_heads, q_blocks] becomes [batch, num_heads, tiles]: a block of queries is one tile or several.
     starts = jnp.arange(-(-call.q_len // q_tile), dtype=jnp.int32) * q_tile
@@ -62,7 +64,7 @@ def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
     return Needed(jnp.minimum(first, jnp.maximum(stop, 0)), jnp.maximum(stop, 0))
 
 
-def _score_bounds(operands: Operands, how: Tiling) -> ScoreBounds:
+def _score_bounds(operands: Operands, how: Tiling, by_entry: bool) -> ScoreBounds:
     call = operands.call
     if call.tolerance == 0:  # nothing to measure
         return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call.q_len), kv_block=call.kv_len)
@@ -70,10 +72,30 @@ def _score_bounds(operands: Operands, how: Tiling) -> ScoreBounds:
     if operands.key_norms is not None:  # merge bounds of neighbouring blocks if the plan uses larger blocks
         block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call.kv_len)
         known = KeyNorms(by_block(jnp, operands.key_norms, block // NORM_BLOCK).max(axis=-1), block)
-    measured = measure(call, operands.query, operands.key, how, known)
+    if known is not None and by_entry and call.q_len <= call.kv_len:
+        own_keys = replace(call, q_offset=0, kv_len=call.q_len)
+        measured = measure(own_keys, operands.query, _own_keys(operands), how, known)
+    else:
+        measured = measure(call, operands.query, operands.key, how, known)
     if operands.other_keys is not None and operands.other_keys.lower is not None:
         measured = replace(measured, lower=_of_centred_scores(operands, operands.other_keys.lower, measured))
     return measured.bounds(call, _nearest_keys(call))
+
+
+def _own_keys(operands: Operands) -> jax.Array:
+    """Return the key at the position of each query, any key if there is none: ``[batch, heads, q_len, head_dim]``."""
+    key, call = operands.key, operands.call
+    offset = jnp.broadcast_to(jnp.asarray(call.q_offset, jnp.int32), call.batch)
+    start = jnp.clip(offset, 0, call.kv_len - call.q_len)
+
+    def put(entry: jax.Array, found: jax.Array) -> jax.Array:
+        sizes = (1, key.shape[1], call.q_len, call.head_dim)
+        keys = jax.lax.dynamic_slice(key, (entry, 0, start[entry], 0), sizes)
+        keys = jnp.roll(keys, start[entry] - offset[entry], axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(found, keys, entry, axis=0)
+
+    found = jnp.zeros((*key.shape[:2], call.q_len, call.head_dim), key.dtype)
+    return jax.lax.fori_loop(np.int32(0), np.int32(key.shape[0]), put, found)
 
 
 def _of_centred_scores(operands: Operands, lower: jax.Array, measured: Measured) -> jax.Array:

@@ -52,7 +52,8 @@ class KVCache:
     Args:
         batch_size: Number of sequences.
         num_kv_heads: Number of key/value heads.
-        max_length: Capacity, in tokens.
+        max_length: Capacity, in tokens. Above 128 it is rounded up to a multiple of 128: whole blocks, which the TPU
+            kernel reads in place.
         head_dim: Features per head.
         dtype: Dtype of keys and values.
 
@@ -77,7 +78,8 @@ class KVCache:
         self, batch_size: int, num_kv_heads: int, max_length: int, head_dim: int, *, dtype: Any = jnp.float32
     ) -> None:
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
-        shape = tuple(positive_int(name, n) for name, n in sizes.items())
+        shape = [positive_int(name, n) for name, n in sizes.items()]
+        shape[2] += -shape[2] % NORM_BLOCK if shape[2] > NORM_BLOCK else 0
         dtype = floating_dtype("dtype", dtype)
         norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), np.promote_types(dtype, np.float32))
         self._set(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,14 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 import jax.numpy as jnp  # noqa: E402
 from jax import export  # noqa: E402
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulation  # noqa: E402
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 import alibi_jax  # noqa: E402
 from alibi_core.conformance.testing import DATA, FAR, FORMS, PER_BATCH, STEEP, Case, Sizes  # noqa: E402
 from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
 from alibi_jax import TPU  # noqa: E402
+from alibi_jax._tpu import walk  # noqa: E402
 from tests.support.tiles import plain  # noqa: E402
 from tests.support.tpu_cases import INTERPRETED, answers, assert_exact, computed  # noqa: E402
 
@@ -210,6 +215,57 @@ def test_blocks_of_any_size_give_the_same(blocks: tuple[int, int]) -> None:
     found = computed(case, tolerance=0.0, implementation=TPU(*blocks, interpret=True))
     for name, answer in answers(case, "float32", 0.0).items():
         assert_within(found[name], answer)
+
+
+# --- Races and memory that was never written, in Pallas's simulation of a TPU -----------------------------------------
+
+
+Races = Callable[[Callable[..., Any], Case], list[bool]]
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> Races:
+    """Return a function that runs a case in the simulation and says of each kernel whether there was a race."""
+    kept, detector = [], simulation.RaceDetectionState
+
+    def kept_detector(*args: Any, **options: Any) -> Any:  # Pallas itself has the last kernel's alone
+        kept.append(detector(*args, **options))
+        return kept[-1]
+
+    def races_of(run: Callable[..., Any], case: Case) -> list[bool]:
+        interpret = pltpu.InterpretParams(detect_races=True, random_seed=3, num_cores_or_threads=2)
+        jax.clear_caches()
+        try:
+            run(case, implementation=TPU(128, 128, interpret=interpret))
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+        return [state.races_found for state in kept]
+
+    monkeypatch.setattr(simulation, "RaceDetectionState", kept_detector)
+    return races_of
+
+
+KINDS = ("causal", "decoding, window, key mask", "symmetric", "asymmetric, offsets, window", "causal, packed, key mask")
+CALLS = {name: STRUCTURES[name] for name in KINDS}
+CALLS["decoding, lanes full"] = Case(Sizes(2, 2, 3, (1, 300), 128))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+def test_no_core_races_or_reads_what_was_never_written(case: Case, races: Races) -> None:
+    assert races(assert_exact, case) == [False] * 4  # memory begins as NaN; forward twice, and two backward kernels
+
+
+@pytest.mark.slow
+def test_the_simulation_notices_a_wait_that_comes_too_late(races: Races, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, use = "each_copy(block, slot, False, lambda copy: copy.wait())", "visit(block, slot)"
+    lines = inspect.getsource(walk.walk)
+    assert lines.count(wait) == lines.count(use) == 1
+    broken: dict[str, Any] = dict(vars(walk))
+    exec(lines.replace(wait, "pass").replace(use, f"{use}; {wait}"), broken)
+    monkeypatch.setattr(walk, "walk", broken["walk"])
+    assert races(computed, STRUCTURES["causal"]) == [True, True, True, False]  # all that walk over keys
+    jax.clear_caches()
 
 
 # --- Refusals -------------------------------------------------------------------------------------------------------

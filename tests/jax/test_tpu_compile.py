@@ -42,6 +42,16 @@ PROGRAMS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "divided": ((4, 8, 4, 2048, 2048, 64), "bfloat16", {}),  # batch and heads, among four chips
     "one sequence": ((1, 4, 2, 32768, 32768, 64), "bfloat16", {}),  # its tokens, among four chips
 }
+# Steps of decoding: batch, query heads, key/value heads, head_dim; capacity that is asked for; whether rows differ.
+STEPS: dict[str, tuple[tuple[int, int, int, int], int, bool]] = {
+    "step, 4096": ((1, 32, 8, 128), 4096, False),
+    "step, 5000": ((1, 32, 8, 128), 5000, False),
+    "step, 8199": ((1, 32, 8, 128), 8199, False),
+    "step, rows": ((4, 32, 8, 128), 5000, True),
+    "step, heads of 64": ((1, 8, 8, 64), 5000, False),
+    "step, one key head": ((2, 71, 1, 64), 32768, False),
+}
+MOVED = 3e6  # bytes, of caches of up to 164 MB, that XLA's part of a step may read and write
 COLLECTIVES = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast"
 KERNELS = {"alibi_forward", "alibi_backward_of_keys", "alibi_backward_of_queries"}
 PLAN = 2**20  # bytes that plans and loops take at any length here
@@ -95,6 +105,31 @@ def lowered(name: str, devices: Any) -> Any:
     return jax.jit(gradients).lower(inputs)
 
 
+def step(name: str, devices: Any) -> Any:
+    """Return the lowered program of one step of decoding with a cache that it owns."""
+    import jax
+    import jax.numpy as jnp
+
+    from alibi_jax import KVCache
+
+    (batch, num_heads, num_kv_heads, head_dim), length, rows = STEPS[name]
+    placed = jax.sharding.SingleDeviceSharding(devices[0])
+
+    def array(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+
+    cache = jax.eval_shape(lambda: KVCache.make(batch, num_kv_heads, length, head_dim, dtype=jnp.bfloat16))
+    cache = jax.tree.map(lambda x: array(x.shape, x.dtype), cache)
+    cache = cache._replace(length=array((batch,), jnp.int32)) if rows else cache
+
+    def attend(cache: Any, query: Any, key: Any, value: Any) -> Any:
+        cache = cache.append(key, value)
+        return cache.attend(query), cache
+
+    new = array((batch, 1, num_kv_heads, head_dim))
+    return jax.jit(attend, donate_argnums=0).lower(cache, array((batch, 1, num_heads, head_dim)), new, new)
+
+
 def main(topology: str) -> None:
     """Make libtpu take this machine for one with TPUs, before JAX is imported, and describe each program."""
     os.environ.update(
@@ -108,10 +143,11 @@ def main(topology: str) -> None:
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(topology, "tpu").devices
-    for name in PROGRAMS:
+    for name in (*PROGRAMS, *STEPS):
         found: dict[str, Any] = {"name": name}
         try:
-            compiled = lowered(name, devices).compile()
+            compiled = (step if name in STEPS else lowered)(name, devices).compile()
+            found["accessed"] = compiled.cost_analysis()["bytes accessed"]
             found["temporaries"] = compiled.memory_analysis().temp_size_in_bytes
         except Exception as error:  # the test says which program it was
             found["error"] = f"{type(error).__name__}: {error}"[-2000:]
@@ -130,6 +166,8 @@ def described(text: str) -> dict[str, Any]:
     return {
         "largest": max(sizes, default=0),
         "kernels": sorted(set(re.findall(r"alibi_(?:forward|backward_of_\w+?)\b", text))),
+        "declared": sum(map(int, re.findall(r'cost_estimate":.*?"bytes_accessed":"(\d+)"', text))),
+        "blocks": [[int(n) for n in x.split(",")] for x in re.findall(r"%alibi_forward\S* = \w+\[([\d,]+)\]", text)],
         "sent": [(kind, math.prod(int(n) for n in axes.split(",") if n)) for axes, kind in sent],
     }
 
@@ -143,9 +181,18 @@ def test_kernels_compile_with_temporaries_that_are_linear_in_the_length(topology
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     found = {line["name"]: line for line in map(json.loads, run.stdout.splitlines())}
-    assert set(found) == set(PROGRAMS)
+    assert set(found) == {*PROGRAMS, *STEPS}
     for name, line in found.items():
         assert "error" not in line, (name, line)
+        if name in STEPS:
+            (batch, num_heads, num_kv_heads, head_dim), length, _ = STEPS[name]
+            cache = 2 * batch * num_kv_heads * (length + 127) * head_dim * BYTES["bfloat16"]
+            assert line["accessed"] - line["declared"] <= MOVED, (name, line)
+            assert line["declared"] <= cache + MOVED  # the kernel reads keys and values once
+            # A block has the heads that share a key head, in whole tiles of 16 rows.
+            rows = math.ceil(num_heads // num_kv_heads / 16) * 16
+            assert line["blocks"] == [[batch * num_kv_heads, rows, head_dim]]
+            continue
         if name == "one sequence":
             # Keys are passed on; largest norms, the mean of keys and numbers of hops are reduced.
             assert {kind for kind, _ in line["sent"]} == {"collective-permute", "all-reduce"}

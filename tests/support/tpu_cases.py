@@ -63,20 +63,19 @@ def _result_and_gradients(tensors: Any, arrays: Any, cotangent: Any, rest: Any) 
         return alibi_jax.attention(**tensors, **arrays, **dict(rest))
 
     result, pull = jax.vjp(attend, tensors)
-    return result, pull(cotangent)[0]
+    return {"result": result, "without gradients": attend(tensors)} | pull(cotangent)[0]
 
 
 def computed(
     case: Case, dtype: str = "float32", *, tolerance: float | None = None, implementation: Any = INTERPRETED
 ) -> dict[str, np.ndarray]:
-    """Return the result and all gradients as the oracle lays them out, float64."""
+    """Return the result, once more without gradients, and all gradients as the oracle lays them out, float64."""
     arguments = {name: x for name, x in case.arguments.items() if name != "future_slopes"}
     arrays, rest = _split(arguments)
     rest += (("tolerance", tolerance), ("implementation", implementation), ("scale", case.scale))
     cotangent = JAX.array(np.swapaxes(case.arrays["cotangent"], 1, 2), dtype)
-    result, gradients = _result_and_gradients(tensors_of(case, dtype), arrays, cotangent, rest)
-    assert result.dtype == dtype
-    found = {"result": result} | gradients
+    found = _result_and_gradients(tensors_of(case, dtype), arrays, cotangent, rest)
+    assert found["result"].dtype == found["without gradients"].dtype == dtype
     return {name: JAX.numpy(x) if "slopes" in name else np.swapaxes(JAX.numpy(x), 1, 2) for name, x in found.items()}
 
 
@@ -86,7 +85,8 @@ def assert_exact(
     """Assert that result and gradients are exact to rounding, and to the tolerance."""
     found = computed(case, dtype, tolerance=tolerance, implementation=implementation)
     share = UNIT_ROUNDOFF[dtype] if tolerance is None else tolerance
-    for name, answer in answers(case, dtype, share).items():
+    exact = answers(case, dtype, share)
+    for name, answer in (exact | {"without gradients": exact["result"]}).items():
         try:
             assert_within(found[name], answer)
         except AssertionError as error:

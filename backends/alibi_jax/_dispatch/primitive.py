@@ -180,10 +180,16 @@ def _dense_jvp(
     return primitive.bind(*primals, **parameters), found
 
 
+def _is_simulated(parameters: Any) -> bool:
+    implementation = parameters["implementation"]
+    return isinstance(implementation, TPU) and not isinstance(implementation.interpret, bool)
+
+
 _forward = new_primitive(
-    "alibi_attention", _run_forward, _forward_types, partial(_mapped, whole=3), partial(_dense_jvp, _dense_forward)
+    "alibi_attention",
+    *(_run_forward, _forward_types, partial(_mapped, whole=3), partial(_dense_jvp, _dense_forward), _is_simulated),
 )
 _backward = new_primitive(
     "alibi_attention_backward",
-    *(_run_backward, _backward_types, partial(_mapped, whole=6), partial(_dense_jvp, _dense_backward)),
+    *(_run_backward, _backward_types, partial(_mapped, whole=6), partial(_dense_jvp, _dense_backward), _is_simulated),
 )

@@ -39,7 +39,7 @@ def backward_of_keys(
     """
     batch_heads, _, head_dim = inputs.key.shape
     of_block = pl.BlockSpec((1, shape.kv_block, head_dim), lambda n, j, _: (n, j, 0))
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
     def in_smem(array: jax.Array, by_query_head: bool) -> tuple[jax.Array, pl.BlockSpec]:
         index = (lambda n, j, r: (n * shape.group + r, 0, 0)) if by_query_head else (lambda n, j, r: (n, 0, 0))
@@ -74,7 +74,7 @@ def backward_of_keys(
     aliases = {"key": "out_key", "value": "out_value"}
     grid = batch_heads, shape.kv_blocks, shape.group
     kernel = partial(_kernel_of_keys, shape)
-    return run("alibi_backward_of_keys", kernel, shape, grid, operands, results, scratch, aliases)
+    return run("alibi_backward_of_keys", kernel, shape, grid, operands, results, scratch, aliases, 4)
 
 
 def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
@@ -90,18 +90,18 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
         for sums in (refs.d_key, refs.d_value):
             sums[...] = jnp.zeros_like(sums)
 
-    def pairs(of_query: Any, of_next: bool) -> list[Any]:
-        at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), shape.q_block)
+    def pairs(of_query: Any, slot: Any, of_next: bool, size: int) -> list[Any]:
+        at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), size)
         # The next program has the next head of the group, or the first head with the next block of keys.
         own = member if not of_next else jnp.where(member + 1 == shape.group, 0, member + 1)
         head = n * shape.group + own
         found = [
-            (refs.query.at[head, at], refs.query_buffer),
-            (refs.cotangent.at[head, at], refs.cotangent_buffer),
-            (refs.statistics.at[head, :, at], refs.statistics_buffer),
+            (refs.query.at[head, at], refs.query_buffer.at[slot]),
+            (refs.cotangent.at[head, at], refs.cotangent_buffer.at[slot]),
+            (refs.statistics.at[head, :, at], refs.statistics_buffer.at[slot]),
         ]
         if shape.has_segments:
-            found.append((refs.q_ids.at[quotient(n, shape.call.num_kv_heads), :, at], refs.ids_buffer))
+            found.append((refs.q_ids.at[quotient(n, shape.call.num_kv_heads), :, at], refs.ids_buffer.at[slot]))
         return found
 
     def visit(of_query: Any, slot: Any) -> None:
@@ -128,7 +128,7 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
         for branch in blocks.branches(shape, place):
             pl.when(branch.applies)(partial(attend, branch))
 
-    walk(refs, first, stop, following, item == 0, pairs, visit)
+    walk(refs, first, stop, following, item == 0, pairs, visit, [(lambda block: True, shape.q_block)])
 
     @pl.when(member == shape.group - 1)
     def _() -> None:
@@ -162,7 +162,7 @@ def backward_of_queries(
         of_parts = pl.BlockSpec((1, 1, LANES), lambda n, i: (n, 0, i))
         results |= dict.fromkeys(("out_behind", "out_ahead"), (parts, of_parts))
     kernel, grid = partial(_kernel_of_queries, shape, slopes_too), (batch_heads, shape.q_blocks)
-    return run("alibi_backward_of_queries", kernel, shape, grid, operands, results, scratch, {})
+    return run("alibi_backward_of_queries", kernel, shape, grid, operands, results, scratch, {}, 3)
 
 
 def _have_mean(key: jax.Array, kv_len: int) -> jax.Array:

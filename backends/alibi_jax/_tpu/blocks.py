@@ -53,8 +53,8 @@ class Branch(NamedTuple):
 def branches(shape: KernelShape, place: Place) -> list[Branch]:
     """Return the possible branches for a block, cheap ones for blocks without masked pairs; exactly one applies."""
     q_last, kv_last = place.q_start + shape.q_block - 1, place.kv_start + shape.kv_block - 1
-    # Segments may mask any pair, so one general branch serves all blocks.
-    if shape.has_segments:
+    # Segments may mask any pair, and folded heads have several slopes, so one general branch serves all blocks.
+    if shape.has_segments or shape.is_folded:
         return [Branch(True, "both", True)]
     whole = kv_last < shape.call.kv_len  # no padding among the keys
     past, future = kv_last <= place.q_start, place.kv_start >= q_last
@@ -73,32 +73,42 @@ def branches(shape: KernelShape, place: Place) -> list[Branch]:
 
 
 def bias_of(
-    shape: KernelShape, branch: Branch, place: Place, slopes: tuple[Any, Any], own: Any, ids: Any, q_axis: int
+    shape: KernelShape,
+    branch: Branch,
+    place: Place,
+    slopes: tuple[Any, Any],
+    own: Any,
+    ids: Any,
+    q_axis: int,
+    index: Any = None,
 ) -> Bias:
     """Return a block's bias.
 
-    ``slopes`` are scalars, for keys behind and ahead, times log2(e). ``own`` comes from :func:`own_positions`: a row,
-    or equal columns. ``ids`` are booleans per pair, True if the segments are equal. Queries are along ``q_axis`` of the
-    block, 0 or 1, keys along the other axis.
+    ``slopes`` are scalars, or arrays per pair, for keys behind and ahead, times log2(e). ``own`` comes from
+    :func:`own_positions`: a row, or equal columns. ``ids`` are booleans per pair, True if the segments are equal.
+    Queries are along ``q_axis`` of the block, 0 or 1, keys along the other axis. ``index``, ``[q_block, LANES]``, says
+    which query each row is, if that is not the row's number.
     """
     if branch.side == "both":
         behind = distances(shape, place, own, q_axis)
         ahead = None if shape.call.is_causal else slopes[1] * behind
         biases = -slopes[0] * behind
         biases = biases if ahead is None else jnp.where(behind >= 0, biases, ahead)
-        return Bias(biases, None, _visible(shape, place, q_axis, ids) if branch.is_masked else None)
+        return Bias(biases, None, _visible(shape, place, q_axis, ids, index) if branch.is_masked else None)
     slope = slopes[0] if branch.side == "past" else -slopes[1]
     return Bias(slope * _keys(shape, place, 1 - q_axis), -slope * own, None)
 
 
-def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], size: tuple[int, int], axis: int) -> Any:
+def own_positions(
+    shape: KernelShape, place: Place, limits: tuple[Any, Any], size: tuple[int, int], axis: int, index: Any = None
+) -> Any:
     """Return the positions of a block's queries minus the base, as float32 ``size``, varying along ``axis``.
 
     ``limits`` are the positions of the first and last needed keys. A query outside of them is moved to the nearer one:
     this changes all distances of its row by a constant, which cancels in softmax. With other keys, which need the true
     distances too, it is not moved.
     """
-    positions = jax.lax.broadcasted_iota(jnp.int32, size, axis) + place.q_start
+    positions = (jax.lax.broadcasted_iota(jnp.int32, size, axis) if index is None else index) + place.q_start
     positions = positions if shape.has_other_keys else jnp.clip(positions, *limits)
     return (positions - place.base).astype(jnp.float32)
 
@@ -114,9 +124,10 @@ def _keys(shape: KernelShape, place: Place, axis: int) -> Any:
     return (jax.lax.broadcasted_iota(jnp.int32, size, axis) + (place.kv_start - place.base)).astype(jnp.float32)
 
 
-def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
+def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any, index: Any) -> Any:
     size = (shape.q_block, shape.kv_block) if q_axis == 0 else (shape.kv_block, shape.q_block)
     queries, keys = (jax.lax.broadcasted_iota(jnp.int32, size, axis) for axis in (q_axis, 1 - q_axis))
+    queries = queries if index is None else lanes(index, shape.kv_block)
     behind = queries - keys  # distance within the block; `shift` adds the block's place
     shift = place.kv_start - place.q_start
     visible = keys < shape.call.kv_len - place.kv_start

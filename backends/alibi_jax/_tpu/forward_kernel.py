@@ -47,7 +47,7 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> list
     # A block of the result may overwrite its queries: no other program reads them, nor does a backward pass.
     aliases = {} if with_log_sum_exps else {"query": "result"}
     grid = batch_heads, shape.q_blocks
-    return run("alibi_forward", kernel, shape, grid, operands, results, scratch, aliases)
+    return run("alibi_forward", kernel, shape, grid, operands, results, scratch, aliases, 2)
 
 
 def _attend_to_all(shape: KernelShape, refs: Any) -> None:
@@ -63,7 +63,7 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
     sums[...] = jnp.zeros_like(sums)
 
     def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
-        scores = product(refs.query[0], keys, (1, 1))  # [q_block, kv_block]
+        scores = product(refs.query[0], keys, (1, 1 - shape.is_transposed))  # [q_block, kv_block]
         logits = scores * (shape.call.scale * LOG2_E) + bias.keys
         if bias.visible is None:
             refs.sees_block[0] = 1  # in place of a maximum with OVERFLOWN for each row
@@ -84,6 +84,6 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
         parts = (weights[:, at : at + LANES] for at in range(0, shape.kv_block, LANES))
         total[...] = total[...] * decay + sum(parts, start=jnp.zeros_like(total))
         largest[...] = now
-        sums[...] = sums[...] * lanes(decay, sums.shape[1]) + product(rounded, values, (1, 0))
+        sums[...] = sums[...] * lanes(decay, sums.shape[1]) + product(rounded, values, (1, int(shape.is_transposed)))
 
     walk_over_keys(shape, refs, attend)

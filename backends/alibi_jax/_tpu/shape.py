@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from alibi_core.backend import AttentionCall, checks, split_call
 from alibi_jax._call import Operands
 
 LANES = 128  # Lanes of a vector register; block sizes are multiples, because each is the last axis of some matrix.
+SUBLANES = 8  # Arrays in HBM consist of tiles of this many rows by LANES.
+ROWS = 16  # Rows of a tile in VMEM, for bfloat16.
 VMEM_LIMIT = 64 * 2**20  # Bytes of VMEM per core, on the smallest TPU since v5.
 SCOPED = 14 * 2**20  # Up to this many bytes, the compiler's default limit suffices (with a margin for its own use).
 TILES = 7  # A kernel has at most this many float32 arrays of q_block x kv_block at a time.
@@ -25,7 +29,8 @@ class TPU:
         q_block: Queries per block, a multiple of 128. Default 512; short sequences use smaller blocks.
         kv_block: Keys per block, a multiple of 128. Default 512; short sequences use smaller blocks.
         interpret: Run the kernel on any device, as ordinary array operations, instead of compiling it for a TPU: slow,
-            and meant for tests.
+            and meant for tests. ``jax.experimental.pallas.tpu.InterpretParams`` simulates a TPU's memories and copies,
+            slower still: it finds races and reads of memory that was never written.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -38,13 +43,14 @@ class TPU:
 
     q_block: int = 512
     kv_block: int = 512
-    interpret: bool = False
+    interpret: bool | pltpu.InterpretParams = False
 
     def __post_init__(self) -> None:
         for name in ("q_block", "kv_block"):
             if checks.positive_int(name, getattr(self, name)) % LANES:
                 raise ValueError(f"{name} must be a multiple of {LANES}, got {getattr(self, name)}")
-        checks.boolean("interpret", self.interpret)
+        if not isinstance(self.interpret, pltpu.InterpretParams):
+            checks.boolean("interpret", self.interpret)
 
 
 @dataclass(frozen=True)
@@ -58,17 +64,21 @@ class KernelShape:
     call: AttentionCall  # without arrays
     q_block: int
     kv_block: int
+    is_folded: bool  # whether a block has the few queries of all heads that share a key/value head, head by head
     has_segments: bool  # also True for masked keys, which are a separate segment
     has_other_keys: bool  # whether Operands.other_keys is given
-    interpret: bool
+    interpret: bool | pltpu.InterpretParams
 
     @classmethod
-    def of(cls, operands: Operands, options: TPU) -> KernelShape:
-        """Return the static parameters of the kernels for a call."""
+    def of(cls, operands: Operands, options: TPU, *, may_fold: bool) -> KernelShape:
+        """Return the static parameters of the kernels for a call; only the forward kernel can fold heads."""
         call = operands.call
-        blocks = _block(call.q_len, options.q_block), _block(call.kv_len, options.kv_block)
-        has_segments = call.q_segment_ids is not None or call.mask is not None
-        return cls(split_call(call)[0], *blocks, has_segments, operands.other_keys is not None, options.interpret)
+        rows = call.q_len * (call.num_heads // call.num_kv_heads)
+        is_folded = may_fold and call.q_len < LANES and rows <= options.q_block
+        q_block = _round_up(rows, ROWS) if is_folded else _block(call.q_len, options.q_block)
+        rules = call.q_segment_ids is not None or call.mask is not None, operands.other_keys is not None
+        kv_block = _block(call.kv_len, options.kv_block)
+        return cls(split_call(call)[0], q_block, kv_block, is_folded, *rules, options.interpret)
 
     def __post_init__(self) -> None:
         if self.vmem_bytes > VMEM_LIMIT:
@@ -79,19 +89,59 @@ class KernelShape:
             )
 
     @property
+    def heads(self) -> int:
+        """The number of heads of queries as the kernel sees them: folded heads are one."""
+        return self.call.num_kv_heads if self.is_folded else self.call.num_heads
+
+    @property
     def group(self) -> int:
-        """The number of query heads that share a key/value head."""
-        return self.call.num_heads // self.call.num_kv_heads
+        """The number of these heads that share a key/value head."""
+        return self.heads // self.call.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """The number of queries of each of these heads."""
+        return self.call.q_len * (self.call.num_heads // self.heads)
 
     @property
     def q_blocks(self) -> int:
         """The number of blocks of queries."""
-        return -(-self.call.q_len // self.q_block)
+        return -(-self.rows // self.q_block)
+
+    @property
+    def scores(self) -> int:
+        """The number of visible scores, with the last query at the last key; horizons and masks leave out some."""
+        call = self.call
+        most = call.kv_len if call.window_size is None else (1 if call.is_causal else 2) * call.window_size + 1
+        later = min(call.q_len, call.kv_len) ** 2 // 2 if call.is_causal else 0
+        return call.batch[0] * call.num_heads * min(call.q_len * call.kv_len - later, call.q_len * most)
 
     @property
     def kv_blocks(self) -> int:
         """The number of blocks of keys."""
         return -(-self.call.kv_len // self.kv_block)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether keys lie along lanes. XLA stores a cache so if its heads do not fill all lanes."""
+        return self.is_folded and self.call.head_dim % LANES != 0
+
+    @property
+    def kv_multiple(self) -> int:
+        """Keys are padded to a multiple of this: for few queries to tiles of HBM, as a copy of a cache is slow."""
+        if not self.is_folded:
+            return self.kv_block
+        return LANES if self.is_transposed else SUBLANES
+
+    def of_keys(self, keys: Any) -> tuple[Any, Any]:
+        """Return the shape, or slice, of a matrix of so many keys, or of these."""
+        sizes = keys, self.call.head_dim if isinstance(keys, int) else slice(None)
+        return sizes[::-1] if self.is_transposed else sizes
+
+    @property
+    def kv_tail(self) -> int:
+        """The number of keys in the last block."""
+        return _round_up(self.call.kv_len, self.kv_multiple) - (self.kv_blocks - 1) * self.kv_block
 
     @property
     def vmem_bytes(self) -> int:

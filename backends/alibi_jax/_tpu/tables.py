@@ -1,4 +1,4 @@
-"""The inputs of the TPU kernels: tensors by head, padded to whole blocks, and tables of the needed blocks."""
+"""The inputs of the TPU kernels: tensors by head, queries padded to whole blocks, and tables of the needed blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.checks import MAX_POSITION
 from alibi_jax._call import Operands
-from alibi_jax._plan import needed_keys
+from alibi_jax._plan import Needed, needed_keys
 from alibi_jax._tpu.blocks import LOG2_E
 from alibi_jax._tpu.shape import KernelShape
 
@@ -20,24 +20,29 @@ PAIRS = 2**22  # At most this many pairs of blocks are compared at a time.
 
 
 class Inputs(NamedTuple):
-    """The inputs of both passes. Axes are batch * heads, then tokens, padded to whole blocks."""
+    """The inputs of both passes. Queries and segment ids are padded to whole blocks, keys to ``kv_multiple``."""
 
-    table: jax.Array  # [batch * num_heads, 1, FIELDS * (q_blocks + 1) + 1] int32
-    slopes: jax.Array  # [batch * num_heads, 1, 2] float32, for keys behind and ahead, times log2(e)
-    query: jax.Array  # [batch * num_heads, q_len, head_dim]
-    key: jax.Array  # [batch * num_kv_heads, kv_len, head_dim]
-    value: jax.Array  # [batch * num_kv_heads, kv_len, head_dim]
-    segment_ids: tuple[jax.Array, ...]  # [batch, 1, q_len], [batch, 1, kv_len] int32; empty if there are none
+    table: jax.Array  # [batch * heads, 1, FIELDS * (q_blocks + 1) + 1] int32
+    slopes: jax.Array  # [batch * heads, 1, 2] float32, for keys behind and ahead, times log2(e)
+    query: jax.Array  # [batch * heads, padded q_len, head_dim]
+    key: jax.Array  # [batch * num_kv_heads, padded kv_len, head_dim]; if transposed, the last two axes the other way
+    value: jax.Array  # as key
+    segment_ids: tuple[jax.Array, ...]  # [batch, 1, padded q_len], [batch, 1, kv_blocks * kv_block] int32; or empty
+    rows: jax.Array | None  # [batch * heads, q_block, 3] float32, if folded: both slopes and the query of each row
 
 
 def inputs_of(operands: Operands, shape: KernelShape) -> Inputs:
     """Return the inputs of the kernels for these operands."""
-    heads, call = (shape.call.batch[0], shape.call.num_heads), operands.call
+    heads, call = (shape.call.batch[0], shape.heads), operands.call
     tokens = shape.q_blocks * shape.q_block + shape.kv_blocks * shape.kv_block
     # Clip the offset so that all positions fit int32; beyond this distance from all keys it makes no difference.
     most = MAX_POSITION - 2 * tokens
     offset = jnp.clip(jnp.asarray(call.q_offset, jnp.int32), -most, most).reshape(-1, 1, 1)  # [batch or 1, 1, 1]
-    needed = needed_keys(operands, shape.q_block, shape.kv_block)
+    needed = needed_keys(operands, min(shape.q_block, call.q_len), shape.kv_block, by_entry=True)
+    if shape.is_folded:  # a block needs what any of its heads needs
+        first, stop = (x.reshape(*heads, -1, 1) for x in needed)
+        first = jnp.where(first < stop, first, call.kv_len)
+        needed = Needed(jnp.min(first, axis=2), jnp.max(stop, axis=2))
     starts = offset + jnp.arange(shape.q_blocks, dtype=jnp.int32) * shape.q_block
     # The base is a key near the block of queries: the query's position, moved into the range of needed keys.
     base = jnp.clip(starts, needed.first, jnp.maximum(needed.stop - 1, needed.first))
@@ -49,26 +54,29 @@ def inputs_of(operands: Operands, shape: KernelShape) -> Inputs:
     ends = jnp.zeros((*heads, len(columns)), jnp.int32)  # an empty range, as "next block" of the last block
     table = jnp.concatenate([blocks, ends, jnp.broadcast_to(offset, (*heads, 1))], axis=-1)
     ahead = call.slopes if call.future_slopes is None else call.future_slopes
-    slopes = jnp.stack([jnp.broadcast_to(x, heads) for x in (call.slopes, ahead)], axis=-1)
+    slopes = jnp.stack([jnp.broadcast_to(x, (heads[0], call.num_heads)) for x in (call.slopes, ahead)], axis=-1)
+    slopes, rows = slopes.astype(jnp.float32) * LOG2_E, None
+    if shape.is_folded:
+        index = jnp.broadcast_to(jnp.arange(call.q_len, dtype=jnp.float32)[:, None], (*slopes.shape[:2], call.q_len, 1))
+        rows = jnp.concatenate([jnp.broadcast_to(slopes[:, :, None], (*index.shape[:3], 2)), index], axis=-1)
+        rows = in_blocks(rows.reshape(*heads, -1, 3), shape.q_block)
+        slopes = slopes[:, : shape.heads]  # not read
     return Inputs(
         table=table.reshape(-1, 1, table.shape[-1]),
-        slopes=slopes.astype(jnp.float32).reshape(-1, 1, 2) * LOG2_E,
-        query=in_blocks(operands.query, shape.q_blocks * shape.q_block),
-        key=in_blocks(operands.key, shape.kv_blocks * shape.kv_block),
-        value=in_blocks(operands.value, shape.kv_blocks * shape.kv_block),
+        slopes=slopes.reshape(-1, 1, 2),
+        query=in_blocks(operands.query.reshape(*heads, shape.rows, -1), shape.q_block),
+        key=in_blocks(operands.key, shape.kv_multiple, shape.is_transposed),
+        value=in_blocks(operands.value, shape.kv_multiple, shape.is_transposed),
         segment_ids=_segment_ids(call, shape) if shape.has_segments else (),
+        rows=rows,
     )
 
 
-def in_blocks(tensor: jax.Array, length: int) -> jax.Array:
-    """Return ``[batch, heads, tokens, head_dim]`` as ``[batch * heads, length, head_dim]``, zeros at the end."""
-    tensor = jnp.pad(tensor, ((0, 0), (0, 0), (0, length - tensor.shape[2]), (0, 0)))
+def in_blocks(tensor: jax.Array, block: int, is_transposed: bool = False) -> jax.Array:
+    """Return ``[batch, heads, tokens, head_dim]`` as ``[batch * heads, padded tokens, head_dim]``, or transposed."""
+    tensor = jnp.pad(tensor, ((0, 0), (0, 0), (0, -tensor.shape[2] % block), (0, 0)))
+    tensor = jnp.swapaxes(tensor, 2, 3) if is_transposed else tensor
     return tensor.reshape(-1, *tensor.shape[2:])
-
-
-def without_padding(tensor: jax.Array, heads: int, length: int) -> jax.Array:
-    """Return ``[batch * heads, padded length, head_dim]`` as ``[batch, heads, length, head_dim]``."""
-    return tensor[:, :length].reshape(-1, heads, length, tensor.shape[-1])
 
 
 def queries_of_keys(table: jax.Array, shape: KernelShape) -> jax.Array:
@@ -108,6 +116,7 @@ def _segment_ids(call: AttentionCall, shape: KernelShape) -> tuple[jax.Array, ja
     def padded(ids: jax.Array, length: int) -> jax.Array:
         return jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, length - ids.shape[1])))[:, None]
 
+    q_ids = jnp.tile(q_ids, (1, shape.call.num_heads // shape.heads))  # folded heads follow one another
     return padded(q_ids, shape.q_blocks * shape.q_block), padded(kv_ids, shape.kv_blocks * shape.kv_block)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -29,9 +30,15 @@ def run(
     results: Specs,
     scratch: dict[str, Any],
     aliases: dict[str, str],
+    products: int,
 ) -> list[jax.Array]:
-    """Run a kernel, which gets the refs of operands, results and scratch memory by name, and return the results."""
+    """Run a kernel, which gets the refs of operands, results and scratch memory by name, and return the results.
+
+    ``products`` is the number of matrix products with each score, for XLA's estimate of the time.
+    """
     names = *operands, *results, *scratch
+    flops = 2 * products * shape.scores * shape.call.head_dim
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x, _ in (*operands.values(), *results.values()))
     found: list[jax.Array] = pl.pallas_call(
         lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs, strict=True)))),
         grid=grid,
@@ -43,6 +50,7 @@ def run(
             dimension_semantics=("parallel", *("arbitrary",) * (len(grid) - 1)), vmem_limit_bytes=shape.vmem_limit
         ),
         input_output_aliases={list(operands).index(x): list(results).index(y) for x, y in aliases.items()},
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=shape.scores, bytes_accessed=moved),
         interpret=shape.interpret,
         name=name,
     )(*(array for array, _ in operands.values()))
@@ -55,25 +63,30 @@ def walk(
     stop: Any,
     following: Sequence[Any],
     is_first: Any,
-    pairs: Callable[[Any, bool], Sequence[tuple[Any, Any]]],
+    pairs: Callable[[Any, Any, bool, int], Sequence[tuple[Any, Any]]],
     visit: Callable[[Any, Any], None],
+    sizes: Sequence[tuple[Callable[[Any], Any], int]],
 ) -> None:
     """Visit blocks ``first`` to ``stop``; each is copied from HBM while the block before it is computed.
 
     During the last visit, the first block of ``following``, the next program's range, is copied; the range is empty if
     there is no next program. So only the program that ``is_first`` starts its own first copy. ``pairs`` takes a block,
-    and whether it belongs to the next program, and returns pairs of a slice in HBM and its double buffer. ``visit``
-    takes a block and the slot of the double buffer. ``refs.turn`` passes the next slot from program to program.
+    the slot of its double buffer, whether it belongs to the next program, and its number of tokens, and returns pairs
+    of a slice in HBM and its place. ``visit`` takes a block and the slot. ``refs.turn`` passes the next slot from
+    program to program. ``sizes`` are the numbers of tokens that a block may have, and the condition for each.
     """
     follows = following[0] < following[1]
 
-    def copies(block: Any, slot: Any, of_next: bool) -> list[Any]:
-        found = enumerate(pairs(block, of_next))
-        return [pltpu.make_async_copy(x, buffer.at[slot], refs.semaphores.at[i, slot]) for i, (x, buffer) in found]
+    def each_copy(block: Any, slot: Any, of_next: bool, act: Callable[[Any], None]) -> None:
+        def act_on_all(size: int) -> None:
+            for i, (source, place) in enumerate(pairs(block, slot, of_next, size)):
+                act(pltpu.make_async_copy(source, place, refs.semaphores.at[i, slot]))
+
+        for applies, size in sizes:
+            pl.when(applies(block))(partial(act_on_all, size))
 
     def start(block: Any, slot: Any, of_next: bool) -> None:
-        for copy in copies(block, slot, of_next):
-            copy.start()
+        each_copy(block, slot, of_next, lambda copy: copy.start())
 
     @pl.when(is_first)
     def _() -> None:
@@ -88,8 +101,7 @@ def walk(
         slot = jax.lax.rem(turn + block - first, jnp.int32(2))
         pl.when(block + 1 < stop)(lambda: start(block + 1, 1 - slot, False))
         pl.when((block + 1 == stop) & follows)(lambda: start(following[0], 1 - slot, True))
-        for copy in copies(block, slot, False):
-            copy.wait()
+        each_copy(block, slot, False, lambda copy: copy.wait())
         visit(block, slot)
 
     jax.lax.fori_loop(first, stop, step, None)
@@ -102,7 +114,7 @@ def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec
     Returns:
         The operands; the BlockSpec of an array with the query's shape; the scratch memory.
     """
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     of_queries = pl.BlockSpec((1, shape.q_block, shape.call.head_dim), lambda n, i: (n, i, 0))
     tables = {"table": inputs.table, "slopes": inputs.slopes}  # [1, 1, length of the table] and [1, 1, 2]
     operands = {
@@ -111,16 +123,18 @@ def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec
     }
     operands |= {
         "query": (inputs.query, of_queries),  # [1, q_block, head_dim]
-        "key": (inputs.key, in_hbm),  # [batch * num_kv_heads, padded kv_len, head_dim]
-        "value": (inputs.value, in_hbm),  # [batch * num_kv_heads, padded kv_len, head_dim]
+        "key": (inputs.key, in_hbm),  # [batch * num_kv_heads, padded kv_len, head_dim], or transposed
+        "value": (inputs.value, in_hbm),
     }
     if shape.has_segments:
-        of_ids = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.call.num_heads), 0, i))
+        of_ids = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.heads), 0, i))
         operands["q_ids"] = inputs.segment_ids[0], of_ids  # [1, 1, q_block]
-        operands["kv_ids"] = inputs.segment_ids[1], in_hbm  # [batch, 1, padded kv_len]
+        operands["kv_ids"] = inputs.segment_ids[1], in_hbm  # [batch, 1, kv_blocks * kv_block]
+    if inputs.rows is not None:
+        operands["rows"] = inputs.rows, pl.BlockSpec((1, shape.q_block, 3), lambda n, i: (n, 0, 0))
     scratch = {
-        "key_buffer": pltpu.VMEM((2, shape.kv_block, shape.call.head_dim), inputs.key.dtype),
-        "value_buffer": pltpu.VMEM((2, shape.kv_block, shape.call.head_dim), inputs.value.dtype),
+        "key_buffer": pltpu.VMEM((2, *shape.of_keys(shape.kv_block)), inputs.key.dtype),
+        "value_buffer": pltpu.VMEM((2, *shape.of_keys(shape.kv_block)), inputs.value.dtype),
         "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
         "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
         "turn": pltpu.SMEM((1,), jnp.int32),
@@ -139,28 +153,50 @@ def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Plac
     following = [table[0, 0, FIELDS * (block + 1) + field] for field in range(2)]
     q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
     limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.call.kv_len) - 1
-    refs.own[...] = blocks.own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0)
+    index = None
+    slopes: tuple[Any, Any] = refs.slopes[0, 0, 0], refs.slopes[0, 0, 1]
+    if shape.is_folded:
+        columns = [jnp.broadcast_to(refs.rows[0, :, i : i + 1], (shape.q_block, LANES)) for i in range(3)]
+        slopes, index = tuple(blocks.lanes(x, shape.kv_block) for x in columns[:2]), columns[2].astype(jnp.int32)
+    refs.own[...] = blocks.own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0, index)
 
-    def pairs(of_keys: Any, _: bool) -> list[Any]:
-        at = pl.ds(pl.multiple_of(of_keys * shape.kv_block, LANES), shape.kv_block)
+    def pairs(of_keys: Any, slot: Any, _: bool, size: int) -> list[Any]:
+        start = pl.multiple_of(of_keys * shape.kv_block, LANES)
         head = quotient(n, shape.group)
-        found = [(refs.key.at[head, at], refs.key_buffer), (refs.value.at[head, at], refs.value_buffer)]
+        found = [
+            (tensor.at[head, *shape.of_keys(pl.ds(start, size))], buffer.at[slot, *shape.of_keys(pl.ds(0, size))])
+            for tensor, buffer in ((refs.key, refs.key_buffer), (refs.value, refs.value_buffer))
+        ]
         if shape.has_segments:
-            found.append((refs.kv_ids.at[quotient(n, shape.call.num_heads), :, at], refs.ids_buffer))
+            ids = refs.kv_ids.at[quotient(n, shape.heads), :, pl.ds(start, shape.kv_block)]
+            found.append((ids, refs.ids_buffer.at[slot]))
         return found
 
     def visit(of_keys: Any, slot: Any) -> None:
         place = Place(q_start, of_keys * shape.kv_block, base)
+        if shape.kv_tail < shape.kv_block:
+
+            @pl.when(of_keys == shape.kv_blocks - 1)
+            def _() -> None:  # weights of 0 times what the buffer had before may be NaN
+                rest = shape.kv_block - shape.kv_tail
+                for buffer in (refs.key_buffer, refs.value_buffer):
+                    at = slot, *shape.of_keys(pl.ds(shape.kv_tail, rest))
+                    buffer[at] = jnp.zeros(shape.of_keys(rest), buffer.dtype)
 
         def treat(branch: Branch) -> None:
             same = None
             if shape.has_segments:
                 same = blocks.lanes(blocks.column_of(refs.q_ids[0]), shape.kv_block) == refs.ids_buffer[slot]
-            slopes = refs.slopes[0, 0, 0], refs.slopes[0, 0, 1]
-            bias = blocks.bias_of(shape, branch, place, slopes, refs.own[...], same, 0)
+            bias = blocks.bias_of(shape, branch, place, slopes, refs.own[...], same, 0, index)
             attend(branch, place, bias, refs.key_buffer[slot], refs.value_buffer[slot])
 
         for branch in blocks.branches(shape, place):
             pl.when(branch.applies)(partial(treat, branch))
 
-    walk(refs, first, stop, following, block == 0, pairs, visit)
+    last = shape.kv_blocks - 1
+    sizes: list[tuple[Callable[[Any], Any], int]] = [(lambda block: block == last, shape.kv_tail)]
+    if shape.kv_tail == shape.kv_block or not last:
+        sizes = [(lambda block: True, shape.kv_tail)]
+    else:
+        sizes.append((lambda block: block < last, shape.kv_block))
+    walk(refs, first, stop, following, block == 0, pairs, visit, sizes)
