@@ -69,7 +69,7 @@ class Contract:
         return _product_in_bfloat16(xp, rates, counts) if self.multiplies_in_bfloat16 else rates * counts
 
 
-_CONTRACTS = {
+CONTRACTS = {
     contract.name: contract
     for contract in (
         Contract("exact", None, "query"),
@@ -83,7 +83,7 @@ _CONTRACTS = {
 
 def named(name: str) -> Contract:
     """Return the contract called ``name``, or raise an error that lists all."""
-    return _CONTRACTS[checks.one_of("contract", name, tuple(_CONTRACTS))]
+    return CONTRACTS[checks.one_of("contract", name, tuple(CONTRACTS))]
 
 
 def _product_in_bfloat16(xp: Namespace, rates: Any, counts: Any) -> Any:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from alibi_core._arrays import checks
+from alibi_core._contracts import CONTRACTS
 from alibi_core.conformance.adapter import FEATURES, FUNCTIONS, TO_DECLARE, Offer
 from alibi_core.conformance.caller import Caller, CallError, DepartureError
 from alibi_core.conformance.case import Case, Sizes
 from alibi_core.conformance.diagnose import diagnose
 from alibi_core.conformance.laws import FEWER, GROUPED, LAWS, SQUARE, Law
-from alibi_core.conformance.report import Counterexample, LawReport, Report
+from alibi_core.conformance.report import Counterexample, Diagnosis, LawReport, Report
 from alibi_core.conformance.trial import Trial
 
 PROFILES = {"quick": 20, "thorough": 400}  # number of drawn cases a law
@@ -84,6 +85,8 @@ def check(
         for function, broken in failures.items():
             errors = [(law.statement, error) for law, error in broken]
             found = diagnose(caller, function, features_of(function), errors)
+            if function == "slopes" and found[0].key == "unexplained":
+                found = whose_slopes(caller, by_name["slopes"]) or found
             reports |= {law.name: replace(reports[law.name], diagnoses=found) for law, _ in broken}
     seconds, ordered = time.monotonic() - start, tuple(sorted(features_of(offer.main)))
     return Report(offer.name, offer.dtype, offer.contract, ordered, profile, seed, tuple(reports.values()), seconds)
@@ -113,6 +116,17 @@ def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport
     if error is None:
         return replace(report, status="passed"), None
     return replace(report, status="failed", counterexample=Counterexample.of(error)), error
+
+
+def whose_slopes(caller: Caller, law: Law) -> tuple[Diagnosis, ...]:
+    """Return the contract whose slopes the adapter has, if it is another than the declared one."""
+    for contract in CONTRACTS:
+        other = Caller(replace(caller.offer, contract=contract))
+        report, _ = try_law(law, Trial(other, frozenset(), examples=1, seed=0), {})
+        if report.status == "passed":
+            sentence = f"They are those of the {contract} contract: declare contract = {contract!r} if that is meant."
+            return (Diagnosis(f"{contract} slopes", sentence),)
+    return ()
 
 
 def find_refusals(caller: Caller) -> dict[str, str]:

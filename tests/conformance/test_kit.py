@@ -219,6 +219,14 @@ def test_parameters_by_other_names_are_named() -> None:
     assert "contract exact: nothing to check" in str(report)
 
 
+def test_slopes_of_another_contract_are_told_whose_they_are() -> None:
+    class Ggml:
+        slopes = staticmethod(lambda n: alibi_core.slopes(n, contract="bloom"))
+
+    said = check(Ggml()).diagnoses
+    assert [x.sentence.partition(":")[0] for x in said] == ["They are those of the bloom contract"]
+
+
 def test_a_bias_alone_has_laws_of_its_own() -> None:
     def bias(num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Any:
         back = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
