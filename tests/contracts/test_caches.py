@@ -338,7 +338,8 @@ def test_sizes_may_be_small_numpy_integers_and_must_be_sizes(name: str) -> None:
     cache = keeping(name, tuple(np.uint8(n) for n in (BATCH, KV_HEADS, 200, HEAD_DIM)))
     cache.append(*zeros(200))
     room = 256 if name == "jax" else 200  # JAX has whole blocks of 128
-    assert cache.length == 200 and cache.inner.max_length == room
+    assert cache.length == 200
+    assert cache.inner.max_length == room
     assert cache.inner.keys.shape == cache.inner.values.shape == (BATCH, KV_HEADS, room, HEAD_DIM)
     for index, axis in enumerate(("batch_size", "num_kv_heads", "max_length", "head_dim")):
         for size, error, told in ((0, ValueError, "be at least 1, got 0"), (2.5, TypeError, "be an integer, got 2.5")):
