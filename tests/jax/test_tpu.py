@@ -215,6 +215,9 @@ def test_blocks_of_any_size_give_the_same(blocks: tuple[int, int]) -> None:
 # --- Refusals -------------------------------------------------------------------------------------------------------
 
 
+BY_TOKENS = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(None, "x"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -225,6 +228,8 @@ def test_blocks_of_any_size_give_the_same(blocks: tuple[int, int]) -> None:
         ({"q_block": 128.0}, TypeError, "q_block must be .*128.0|q_block must be .*float"),
         ({"kv_block": True}, TypeError, "kv_block must be .*(True|bool)"),
         ({"interpret": 1}, TypeError, "interpret must be .*(1|int)"),
+        ({"sharding": "data"}, TypeError, "sharding must be a jax.sharding.NamedSharding, got 'data'"),
+        ({"sharding": BY_TOKENS}, ValueError, "sharding must divide batch and heads alone, axes 0 and 2, got .*'x'"),
     ],
 )
 def test_bad_options_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from alibi_core.backend import AttentionCall, checks, split_call
 from alibi_jax._call import Operands
@@ -24,6 +25,10 @@ class TPU:
     Args:
         q_block: Queries per block, a multiple of 128. Default 512; short sequences use smaller blocks.
         kv_block: Keys per block, a multiple of 128. Default 512; short sequences use smaller blocks.
+        sharding: The sharding of query, ``[batch, length, heads, head_dim]``, by batch and heads alone, such as
+            ``NamedSharding(mesh, PartitionSpec("data", None, "model"))``. It lets each device run the kernel on its
+            part where XLA partitions the program (automatic mesh axes): XLA cannot partition a kernel. Arrays that are
+            sharded otherwise are moved.
         interpret: Run the kernel on any device, as ordinary array operations, instead of compiling it for a TPU: slow,
             and meant for tests.
 
@@ -33,18 +38,25 @@ class TPU:
 
     Example:
         >>> TPU(q_block=256)
-        TPU(q_block=256, kv_block=512, interpret=False)
+        TPU(q_block=256, kv_block=512, interpret=False, sharding=None)
     """
 
     q_block: int = 512
     kv_block: int = 512
     interpret: bool = False
+    sharding: NamedSharding | None = None
 
     def __post_init__(self) -> None:
         for name in ("q_block", "kv_block"):
             if checks.positive_int(name, getattr(self, name)) % LANES:
                 raise ValueError(f"{name} must be a multiple of {LANES}, got {getattr(self, name)}")
         checks.boolean("interpret", self.interpret)
+        if self.sharding is None:
+            return
+        if not isinstance(self.sharding, NamedSharding):
+            raise TypeError(f"sharding must be a jax.sharding.NamedSharding, got {self.sharding!r}")
+        if any(axes is not None for axes in (*self.sharding.spec[1:2], *self.sharding.spec[3:])):
+            raise ValueError(f"sharding must divide batch and heads alone, axes 0 and 2, got {self.sharding.spec}")
 
 
 @dataclass(frozen=True)
