@@ -133,8 +133,27 @@ def described(text: str) -> dict[str, Any]:
     return {
         "largest": max(sizes, default=0),
         "kernels": sorted(set(re.findall(r"alibi_(?:forward|backward_of_\w+?)\b", text))),
+        "exposed": exposed(text),
         "sent": [(kind, math.prod(int(n) for n in axes.split(",") if n)) for axes, kind in sent],
     }
+
+
+def exposed(text: str) -> list[str]:
+    """Return the transfers during which no kernel runs, in computations that have kernels, by the schedule."""
+    found = []
+    for computation in re.split(r"\n(?=\S)", text):
+        under_way: dict[str, bool] = {}  # by name: whether a kernel has begun since
+        order = (
+            r"(%\S+) = .*? (collective-permute-(?:start|done)|custom-call)\((?:.*?(%collective-permute-start[.\d]*))?"
+        )
+        for name, kind, started in re.findall(order, computation if "%alibi_" in computation else ""):
+            if kind.endswith("start"):
+                under_way[name] = False
+            elif kind.endswith("done") and not under_way[started]:
+                found.append(started)
+            elif "alibi_" in name:
+                under_way = dict.fromkeys(under_way, True)
+    return found
 
 
 # --- The test ---------------------------------------------------------------------------------------------------------
@@ -154,6 +173,7 @@ def test_kernels_compile_with_temporaries_that_are_linear_in_the_length(topology
             assert {kind for kind, _ in line["sent"]} == {"collective-permute", "all-reduce"}
             assert all(elements <= 4 * 64 for kind, elements in line["sent"] if kind == "all-reduce")
             assert line["kernels"]
+            assert not line["exposed"]  # keys and gradients are under way while a kernel runs
             continue
         (batch, num_heads, _, q_len, kv_len, head_dim), dtype, _ = PROGRAMS[name]
         # A tensor as it lies in memory: whole blocks of tokens, and 128 lanes, which heads of 64 fill by half.
