@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from alibi_core.backend import LENGTH_FIRST, AttentionCall, Explanation
 from alibi_core.backend.checks import check_keywords
@@ -28,7 +29,8 @@ def explain(
     """Say which implementation a call of :func:`alibi_jax.attention` would use, and which keys its queries need.
 
     Arguments are those of :func:`alibi_jax.attention`, not traced. Arrays are measured on the host; no attention is
-    computed. The answer is for one device: if XLA partitions a program automatically, ``"tiled"`` runs.
+    computed. If the query is divided among devices along automatic mesh axes, the answer is for a program that XLA
+    partitions; without such arrays it is for one device.
 
     Returns:
         The explanation, its arrays in NumPy.
@@ -53,12 +55,15 @@ def explain(
     if call.is_empty:
         return Explanation.of_nothing(call)
     tensors = tuple(jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-    flat, target = operands_of(call, *tensors).call, Target(_platform(query))
+    flat, target = operands_of(call, *tensors).call, _target(query, implementation)
     chosen = name_of(choose(implementation, flat, target))
     reasons = {name: refusal(name, flat, target) for name in IMPLEMENTATIONS if name != chosen}
     return Explanation.of(call, tensors, chosen, reasons, leaves_out=chosen != "dense")
 
 
-def _platform(array: jax.Array) -> str:
-    concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-    return next(iter(array.devices())).platform if concrete else jax.default_backend()
+def _target(query: jax.Array, implementation: Implementation | None) -> Target:
+    if not isinstance(query, jax.Array) or isinstance(query, jax.core.Tracer):
+        return Target(jax.default_backend())
+    is_stated = getattr(implementation, "sharding", None) is not None
+    is_explicit = AxisType.Explicit in getattr(jax.typeof(query).sharding.mesh, "axis_types", ())
+    return Target(next(iter(query.devices())).platform, len(query.devices()) > 1 and not is_stated and not is_explicit)

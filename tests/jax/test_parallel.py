@@ -28,12 +28,13 @@ pytest.importorskip("jax")
 pytest.importorskip("flax")
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 import alibi_core
-from alibi_jax import TPU, KVCache, attention, attention_fn, parallel
+from alibi_jax import TPU, KVCache, attention, attention_fn, explain, parallel
 from tests.support.divided import Case, assert_exact, attention_of_whole
 from tests.support.tpu_cases import INTERPRETED, QUICKLY
 
@@ -191,6 +192,20 @@ def unknown_heads() -> None:
         np.testing.assert_allclose(right, exact, atol=1e-6)
 
 
+def no_kernel() -> None:
+    """Check that it is said where XLA's tiles replace the TPU's kernel."""
+    sharding = NamedSharding(mesh_of(2, "data"), Spec("data"))
+    tensors = [jax.device_put(x, sharding) for x in normal(2, 128, 2, 2, 2)]
+    refused = r"cannot be divided among devices .*: give alibi_jax.TPU\(sharding=...\) as the implementation"
+    with pytest.warns(UserWarning, match=f"attention runs as tiles of XLA, as the TPU kernel {refused}"):
+        jax.export.export(jax.jit(attention, in_shardings=sharding), platforms=["tpu"])(*tensors)
+    jax.export.export(jax.jit(functools.partial(attention, implementation="tiled")), platforms=["tpu"])(*tensors)
+    with pytest.raises(NotImplementedError, match=refused):
+        explain(*tensors, implementation=INTERPRETED)
+    stated = replace(INTERPRETED, sharding=sharding)
+    assert explain(*tensors, implementation=stated).implementation == "tpu"
+
+
 def uneven_key_heads() -> None:
     """Check explicit sharding along heads where the heads of keys do not divide."""
     for heads, kv_heads, count in ((8, 2, 8), (6, 3, 2), (8, 2, 4)):
@@ -229,6 +244,8 @@ def divided(way: str, implementation: TPU | None = None) -> None:
     kind = AxisType.Explicit if way in ("explicit", "no mesh set", "mapped") else AxisType.Auto
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
     by_head, of_entry = Spec("data", None, "heads"), Spec(None, "heads")
+    if way == "stated":
+        implementation = replace(implementation, sharding=NamedSharding(mesh, by_head))
 
     def local(query: Any, key: Any, value: Any, slopes: Any, ids: Any) -> jax.Array:
         return attention(query, key, value, slopes, segment_ids=ids, implementation=implementation)
@@ -270,13 +287,15 @@ CHECKS |= {
     "not finite": not_finite,
     "unknown heads": unknown_heads,
     "uneven heads": uneven_key_heads,
+    "no kernel": no_kernel,
 }
-QUICK = ["four devices, asymmetric, window, segments", "few hops", "unknown heads"]
+QUICK = ["four devices, asymmetric, window, segments", "few hops", "unknown heads", "no kernel"]
 SLOW = [name for name in CHECKS if name not in QUICK]
 WAYS = ["automatic", "explicit", "no mesh set", "mapped", "mapped by hand", "by hand"]
 WAYS.remove("mapped") if jax.__version_info__ < (0, 9) else None  # which JAX refuses before
 CHECKS |= {way: functools.partial(divided, way) for way in WAYS}
-BY_TPU = {f"{way}, the TPU's kernel": functools.partial(divided, way, INTERPRETED) for way in ("explicit", "by hand")}
+BY_KERNEL = ("explicit", "by hand", "stated")
+BY_TPU = {f"{way}, the TPU's kernel": functools.partial(divided, way, INTERPRETED) for way in BY_KERNEL}
 CHECKS |= BY_TPU
 
 
@@ -319,6 +338,11 @@ def inside(tensors: Any, names: tuple[str, ...] = ("tokens",), check_vma: bool =
         ({"length": 7}, ValueError, "length must be between 1 and the 6 tokens .*, got 7"),
         ({"axis_name": ("tokens",)}, TypeError, r"axis_name must be the name of one mesh axis, got \('tokens',\)"),
         ({"slopes": 4}, TypeError, "slopes must be an array of all devices' slopes"),
+        (
+            {"implementation": TPU(sharding=NamedSharding(mesh_of(1, "data"), Spec("data")))},
+            ValueError,
+            "implementation must have no sharding inside jax.shard_map",
+        ),
         ({"implementation": "dense"}, NotImplementedError, "'dense' cannot tell log-sum-exps; 'tpu' and 'tiled' can"),
         ({"tensors": normal(1, 6, 4) + normal(1, 5, 2, 2)}, ValueError, "key must have the shard_len of query, 6, got"),
         (

@@ -271,6 +271,9 @@ def test_the_simulation_notices_a_wait_that_comes_too_late(races: Races, monkeyp
 # --- Refusals -------------------------------------------------------------------------------------------------------
 
 
+BY_TOKENS = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(None, "x"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -281,6 +284,8 @@ def test_the_simulation_notices_a_wait_that_comes_too_late(races: Races, monkeyp
         ({"q_block": 128.0}, TypeError, "q_block must be .*128.0|q_block must be .*float"),
         ({"kv_block": True}, TypeError, "kv_block must be .*(True|bool)"),
         ({"interpret": 1}, TypeError, "interpret must be .*(1|int)"),
+        ({"sharding": "data"}, TypeError, "sharding must be a jax.sharding.NamedSharding, got 'data'"),
+        ({"sharding": BY_TOKENS}, ValueError, "sharding must divide batch and heads alone, axes 0 and 2, got .*'x'"),
     ],
 )
 def test_bad_options_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -58,7 +58,10 @@ def refusal(implementation: Implementation, call: AttentionCall, target: Target 
     if target.platform != "tpu" and not (isinstance(implementation, TPU) and implementation.interpret):
         return f"runs on TPUs alone, got {target.platform} (TPU(interpret=True) runs its text anywhere, slowly)"
     if target.is_partitioned:
-        return "cannot be divided among devices by the compiler: call it inside jax.shard_map"
+        return (
+            "cannot be divided among devices by the compiler: give alibi_jax.TPU(sharding=...) as the implementation, "
+            "or call it inside jax.shard_map"
+        )
     if not isinstance(call.batch[0], int):
         return f"must be given a batch whose size is a number, got {call.batch[0]}"
     if call.dtype not in (jnp.float32, jnp.bfloat16):

@@ -6,6 +6,7 @@ whether XLA partitions the program. Under ``jax.vmap`` the mapped axis is merged
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands
 from alibi_jax._compatible import Target, is_zero, new_primitive, shaped_as, varying_alike
-from alibi_jax._dispatch.choice import Implementation, choose
+from alibi_jax._dispatch.choice import Implementation, choose, refusal
 from alibi_jax._dispatch.derivatives import dense
 from alibi_jax._tpu import TPU
 
@@ -66,6 +67,10 @@ def _run_forward(
 ) -> list[jax.Array]:
     operands = _unpacked(structure, leaves)
     chosen = choose(implementation, operands.call, target)
+    alone = choose(implementation, operands.call, Target(target.platform))  # on one device
+    if target.is_partitioned and implementation is None and alone != chosen:
+        reason = refusal("tpu", operands.call, target)
+        warnings.warn(f"attention runs as tiles of XLA, as the TPU kernel {reason}", stacklevel=2)
     if isinstance(chosen, TPU):
         return _tpu.forward(operands, chosen, with_log_sum_exps=with_log_sum_exps)
     dtype = operands.call.working_dtype if with_log_sum_exps else operands.query.dtype

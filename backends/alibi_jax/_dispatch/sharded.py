@@ -1,8 +1,9 @@
 """Attention on sharded arrays.
 
 Inside ``jax.shard_map``, an array's type has the mesh axes that it varies over. With explicit mesh axes
-(``AxisType.Explicit``), the type has the sharding of the array's axes. With automatic mesh axes the type has neither,
-and XLA partitions the program.
+(``AxisType.Explicit``), the type has the sharding of the array's axes. With automatic mesh axes the type has neither:
+XLA partitions the program, and cannot partition a kernel (nor take a rule for it: libtpu 0.0.51 lacks
+``custom_partitioning``, https://github.com/jax-ml/jax/issues/38196), unless the caller states the sharding.
 """
 
 from __future__ import annotations
@@ -20,26 +21,32 @@ from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch.choice import Implementation
 from alibi_jax._dispatch.derivatives import differentiable
 from alibi_jax._dispatch.primitive import backward, forward
+from alibi_jax._tpu import TPU
 
 KEYS = ("key", "value", "key_norms")  # the operands with a key/value head
 
 
 def attend(operands: Operands, implementation: Implementation | None) -> jax.Array:
-    """Return attention; with explicitly sharded arrays, each device computes its own batch entries and heads.
+    """Return attention; each device computes its own batch entries and heads, where the sharding is known.
+
+    It is known of explicitly sharded arrays, and where the TPU kernel's options state it.
 
     Raises:
         NotImplementedError: If an explicitly sharded query is sharded along tokens or features.
     """
-    sharding = jax.typeof(operands.query).sharding
-    mesh = sharding.mesh
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    stated = implementation.sharding if isinstance(implementation, TPU) else None
+    sharding = jax.typeof(operands.query).sharding if stated is None else stated
+    mesh, spec_of_query = sharding.mesh, (*sharding.spec, None, None, None, None)[:4]
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, kind in kinds if kind == AxisType.Explicit or stated is not None}
 
     def call(operands: Operands) -> jax.Array:
         return _attend(implementation, varying_alike(operands.fitted()))
 
-    if not explicit:
+    if not names:
         return call(operands)
-    batch, heads, tokens, features = (*sharding.spec, None, None, None, None)[:4]
+    # A stated sharding is the caller's, tokens before heads.
+    batch, heads, tokens, features = spec_of_query if stated is None else (spec_of_query[i] for i in (0, 2, 1, 3))
     if tokens is not None or features is not None:
         given = PartitionSpec(batch, tokens, heads, features)
         raise NotImplementedError(
@@ -67,12 +74,11 @@ def attend(operands: Operands, implementation: Implementation | None) -> jax.Arr
 
     of_call = {name: spec(x, name in ("slopes", "future_slopes", "mask")) for name, x in operands.call.arrays.items()}
     specs = jax.tree.map(lambda x: spec(x, True), operands)._replace(call=replace(operands.call, **of_call))
-    operands = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), operands, specs)
+    if stated is None:
+        operands = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), operands, specs)
     # Under jax.vmap with spmd_axis_name, mapped mesh axes must not be named; an empty set means all remaining axes.
-    names = explicit if len(explicit) < len(mesh.axis_names) else set()
-    divided = jax.shard_map(
-        with_own_heads, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(batch, heads), axis_names=names
-    )
+    names = names if len(names) < len(mesh.axis_names) else set()
+    divided = jax.shard_map(with_own_heads, mesh=mesh, in_specs=(specs,), out_specs=specs.query, axis_names=names)
     return divided(operands)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
 
 from alibi_core.backend import AttentionCall, checks, split_call
 from alibi_jax._call import Operands
@@ -28,6 +29,10 @@ class TPU:
     Args:
         q_block: Queries per block, a multiple of 128. Default 512; short sequences use smaller blocks.
         kv_block: Keys per block, a multiple of 128. Default 512; short sequences use smaller blocks.
+        sharding: The sharding of query, ``[batch, length, heads, head_dim]``, by batch and heads alone, such as
+            ``NamedSharding(mesh, PartitionSpec("data", None, "model"))``. It lets each device run the kernel on its
+            part where XLA partitions the program (automatic mesh axes): XLA cannot partition a kernel. Arrays that are
+            sharded otherwise are moved.
         interpret: Run the kernel on any device, as ordinary array operations, instead of compiling it for a TPU: slow,
             and meant for tests. ``jax.experimental.pallas.tpu.InterpretParams`` simulates a TPU's memories and copies,
             slower still: it finds races and reads of memory that was never written.
@@ -38,12 +43,13 @@ class TPU:
 
     Example:
         >>> TPU(q_block=256)
-        TPU(q_block=256, kv_block=512, interpret=False)
+        TPU(q_block=256, kv_block=512, interpret=False, sharding=None)
     """
 
     q_block: int = 512
     kv_block: int = 512
     interpret: bool | pltpu.InterpretParams = False
+    sharding: NamedSharding | None = None
 
     def __post_init__(self) -> None:
         for name in ("q_block", "kv_block"):
@@ -51,6 +57,12 @@ class TPU:
                 raise ValueError(f"{name} must be a multiple of {LANES}, got {getattr(self, name)}")
         if not isinstance(self.interpret, pltpu.InterpretParams):
             checks.boolean("interpret", self.interpret)
+        if self.sharding is None:
+            return
+        if not isinstance(self.sharding, NamedSharding):
+            raise TypeError(f"sharding must be a jax.sharding.NamedSharding, got {self.sharding!r}")
+        if any(axes is not None for axes in (*self.sharding.spec[1:2], *self.sharding.spec[3:])):
+            raise ValueError(f"sharding must divide batch and heads alone, axes 0 and 2, got {self.sharding.spec}")
 
 
 @dataclass(frozen=True)

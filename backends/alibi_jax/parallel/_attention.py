@@ -112,6 +112,8 @@ def attention(
         raise NotImplementedError(
             f"implementation {name_of(implementation)!r} cannot tell log-sum-exps; {' and '.join(map(repr, ABLE))} can"
         )
+    if getattr(implementation, "sharding", None) is not None:
+        raise ValueError(f"implementation must have no sharding inside jax.shard_map, got {implementation}")
     if call.is_empty:
         return jnp.zeros_like(query)
     operands = operands_of(call, *(jnp.swapaxes(x, 1, 2) for x in (query, key, value)))

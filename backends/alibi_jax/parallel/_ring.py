@@ -133,11 +133,11 @@ def _forward(ring: Ring, operands: Operands, _: bool) -> tuple[jax.Array, Any]:
 
             def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
                 visitors, sums = state
-                visitors = ring.passed_on(visitors, sign)
-                return visitors, Part.visiting(ring, local, visitors, hop + 1, sign, lower).added(ring, sums)
+                following = ring.passed_on(visitors, sign)  # the next hop's keys, under way meanwhile
+                return following, Part.visiting(ring, local, visitors, hop + 1, sign, lower).added(ring, sums)
 
             # The loop state must vary over the same mesh axes as the values computed in the loop.
-            state = varying_alike((_visitors(local), sums, local))[:2]
+            state = varying_alike((_visitors(ring, local, sign), sums, local))[:2]
             with jax.named_scope("alibi_ring"):
                 sums = lax.fori_loop(0, count, step, state)[1]
     result = jnp.where(ring.is_token()[:, None], sums.result, 0) if ring.shards.has_padding else sums.result
@@ -157,19 +157,20 @@ def _backward(
     for sign, count in _directions(local, hops):
 
         def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
-            visitors, of_visitors, of_own = state  # the gradients of keys travel with them
-            visitors, of_visitors = ring.passed_on((visitors, of_visitors), sign)
+            # The gradients of keys travel one hop behind them: neither waits for this hop's gradients.
+            visitors, of_visitors, of_own = state
+            following, of_visitors = ring.passed_on((visitors, of_visitors), sign)
             part = Part.visiting(ring, local, visitors, hop + 1, sign, lower)
             by_query, by_key, by_value, *by_slopes = part.gradients(ring, sums, cotangent, slopes_too)
             # Keys before the queries give no gradient for future slopes.
             of_own = [x + y for x, y in itertools.zip_longest(of_own, [by_query, *by_slopes], fillvalue=0)]
-            return visitors, [of_visitors[0] + by_key, of_visitors[1] + by_value], of_own
+            return following, [of_visitors[0] + by_key, of_visitors[1] + by_value], of_own
 
         def home(_: jax.Array, of_visitors: Any, sign: int = sign) -> Any:
             return ring.passed_on(of_visitors, -sign)
 
         zeros = [jnp.zeros_like(x) for x in (of_key, of_value)]
-        state = varying_alike((_visitors(local), zeros, [of_query, *of_slopes], local, sums, cotangent))[:3]
+        state = varying_alike((_visitors(ring, local, sign), zeros, [of_query, *of_slopes], local, sums, cotangent))[:3]
         with jax.named_scope("alibi_ring"):
             _, of_visitors, (of_query, *of_slopes) = lax.fori_loop(0, count, step, state)
         with jax.named_scope("alibi_ring_back"):
@@ -193,9 +194,9 @@ def _directions(local: Operands, hops: jax.Array) -> list[tuple[int, jax.Array]]
     return [(1, hops[0])] if local.call.is_causal else [(1, hops[0]), (-1, hops[1])]
 
 
-def _visitors(local: Operands) -> Visitors:
-    """Return the shard's own keys and values, the first to go around the ring."""
-    return Visitors(local.key, local.value, local.call.kv_segment_ids)
+def _visitors(ring: Ring, local: Operands, sign: int) -> Visitors:
+    """Return the first keys and values to visit this shard, those of the shard before (``sign`` 1) or after it (-1)."""
+    return Visitors(*ring.passed_on((local.key, local.value, local.call.kv_segment_ids), sign))
 
 
 # --- The number of hops ---------------------------------------------------------------------------------------------
