@@ -229,31 +229,34 @@ class BaseEncoder(BaseTextModel):
         given = {"tokens": tokens, "token_types": token_types}
         if is_exporting():  # a program for texts of all lengths
             return self._encode_padded(given, text_of(tokens, lengths, mask), pooling)
-        calls, rows = self._packed(given, lengths, mask)
-        if rows.has_gaps:
-            xp = namespace_of(tokens)
-            return self._encode_padded(given, asarray(xp, rows.text, None, device_of(xp, tokens)), pooling)
+        calls, text, rows = self._packed(given, lengths, mask)
+        if text is not None:
+            return self._encode_padded(given, text, pooling)
         # [tokens of text, embed_dim], row by row
         vectors = self._xp.concatenate([self(**call).reshape(-1, self.config.embed_dim) for call in calls])
         return self._pooled(vectors, rows, pooling)
 
-    def _packed(self, given: dict[str, Any], lengths: Any, mask: Any) -> tuple[list[dict[str, Any]], TextRows]:
-        """Return the arguments of calls of the model whose results are text alone, and the rows.
+    def _packed(
+        self, given: dict[str, Any], lengths: Any, mask: Any
+    ) -> tuple[list[dict[str, Any]], Any | None, TextRows]:
+        """Return the arguments of calls of the model whose results are text alone, None, and the rows.
 
-        This is work for the host, which PyTorch's compiler skips.
+        If padding is between tokens of text, which cannot be packed, return where text is in place of None. This is
+        work for the host, which PyTorch's compiler skips: it cannot guard NumPy arrays.
         """
         tokens = given["tokens"]
         rows, xp = self._text_rows(**given, lengths=lengths, mask=mask), namespace_of(tokens)
+        text = asarray(xp, rows.text, None, device_of(xp, tokens)) if rows.has_gaps else None
         # Without padding, one call on the batch as it is.
-        if rows.is_full or rows.has_gaps:
-            return [given], rows
+        if rows.is_full or text is not None:
+            return [given], text, rows
         calls = []
         for places, segment_ids in rows.packs(self._most_packed(tokens)):
             index, ids = (asarray(xp, x, None, device_of(xp, tokens)) for x in (places, segment_ids))
             # [1, tokens of text]: one packed row
             packed = {name: None if x is None else x.reshape(-1)[index][None] for name, x in given.items()}
             calls.append(packed | {"segment_ids": ids[None]})
-        return calls, rows
+        return calls, None, rows
 
     def _encode_padded(self, given: dict[str, Any], text: Any, pooling: str) -> Any:
         """Return the vectors of padded texts, ``[batch, embed_dim]``; ``text``, ``[batch, length]``, says what is text.

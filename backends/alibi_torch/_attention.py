@@ -52,7 +52,8 @@ def attention(
 
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``; forward mode needs ``"dense"``.
     Bias and softmax are float32 (float64 for float64 inputs), also under autocast, which casts query, key and value as
-    those of ``scaled_dot_product_attention``. A query that sees no key gives zeros.
+    those of ``scaled_dot_product_attention``. On CPUs, PyTorch's fused kernel (``"sdpa"``, and ``"tiled"`` for many
+    queries) rounds weights to the dtype of the values before their product. A query that sees no key gives zeros.
 
     Keys are skipped if the norms of queries and keys prove that their weights sum to at most ``tolerance``. The longer
     a sequence is, compared with the heads' horizons, the larger the share of skipped keys.

@@ -636,13 +636,13 @@ def test_a_broken_kernel_is_refused(name: str, axis: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("where", ["with a static cache", "in generate"])
-def test_wrong_static_caches_and_masks_of_generate_are_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_static_caches_and_calls_of_generate_are_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def appended(cache: Any, *arguments: Any) -> Any:
         keys, values = append(cache, *arguments)
         return (keys.roll(1, 2), values) if isinstance(cache, StaticCache) else (keys, values)
 
     if where == "in generate":
-        replaced = "_models.padding_of_all_places", lambda attention_mask, **_: torch.ones_like(attention_mask)
+        replaced = "_models.prepare_call", lambda outer, args, kwargs, names: (args, kwargs | {"attention_mask": None})
     else:
         replaced = "_layers.append", appended
     monkeypatch.setattr(f"alibi_torch.transformers.{replaced[0]}", replaced[1])
