@@ -124,7 +124,9 @@ def text_of(tokens: Any, lengths: Any | None, mask: Any | None) -> Any:
     if lengths is not None:
         xp = namespace_of(lengths)
         return arange(xp, tokens.shape[1], device_of(xp, lengths))[None] < lengths[:, None]
-    return tokens == tokens if mask is None else mask != 0
+    if mask is None:
+        return tokens == tokens
+    return mask if is_kind(namespace_of(mask), mask.dtype, "bool") else mask != 0
 
 
 def _read(name: str, given: Any | None) -> Numbers | None:

@@ -214,9 +214,12 @@ class KVCache:
         widths = [self.max_length]  # the columns of arrays over keys
 
         def over_slots(array: Any) -> Any:
-            widths.append(array.shape[-1])
-            check_covered(array.shape[-1], _concrete(self.length))
-            return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, max(self.max_length - array.shape[-1], 0))])
+            columns, held = array.shape[-1], _concrete(self.length)
+            if columns == 1 != held:
+                return array  # AttentionCall.check refuses one value for all keys, in words
+            widths.append(columns)
+            check_covered(columns, held)
+            return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, max(self.max_length - columns, 0))])
 
         rules = {"window_size": window_size, "scale": scale, "law": law}
         rules |= over_keys(over_slots, mask, segment_ids)

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import alibi_core
+from alibi_core._safetensors import DTYPES, tensors_in
 from alibi_core.conformance import FEATURES, GoldenError, Mistaken, check_golden, write_golden
 from tests.support.cli import main
 
@@ -117,6 +118,8 @@ def test_the_index_holds_the_hash_of_every_file(golden: Path, index: dict[str, A
     listed = {entry["name"]: (entry["bytes"], entry["sha256"]) for entry in index["files"]}
     assert listed == {name: (len(x), hashlib.sha256(x).hexdigest()) for name, x in files.items()}
     assert sum(map(len, files.values())) < 4_000_000
+    stored = [x for path in golden.glob("*.safetensors") for x in tensors_in(path).values()]
+    assert all(x.offset % np.dtype(DTYPES[x.dtype]).itemsize == 0 for x in stored)  # programs map files into memory
     assert files["FORMAT.md"].decode().splitlines() == index["about"]
 
 

@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...], dict[str, Any
     "attention by mask": (alibi_core.attention, (QUERY, KEY, VALUE), {"mask": MASK, "return_weights": True}),
     "attention by segment": (alibi_core.attention, (KEY, KEY, VALUE), {"segment_ids": IDS}),
     "attention at offsets": (alibi_core.attention, (QUERY, KEY, VALUE), {"q_offset": OFFSETS}),
-    "attention with a bias": (alibi_core.attention, (QUERY, KEY, VALUE), {"added_bias": QUERY[:, :, :, :1]}),
+    "attention with a bias": (alibi_core.attention, (QUERY, KEY, VALUE), {"added_bias": QUERY[..., :1].repeat(7, -1)}),
 }
 
 SAME_BITS = ("slopes", "bias", "bias_from_positions", "key_bias", "fold")
