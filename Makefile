@@ -1,7 +1,8 @@
 # make demo    see it work: agreement of all installed frameworks, then "train short, test long" with its picture
 # make test    a few minutes: each promise once        make test ARGS='-k bias'
 # make test-all      every test        HYPOTHESIS_PROFILE=thorough make test-all
-# make test-slow     what make test leaves out
+# make test-slow     what make test leaves out        make test-slow SHARD=1/8
+# make test-drawn    the same answer everywhere, more of it        make test-drawn LIBRARY=mlx EXAMPLES=20000
 # make test-oldest   a dozen tests of models with the oldest transformers that is supported
 # make test-newest   models, and the examples of all pages, with the newest version of everything but PyTorch
 # make upgrade    the newest versions into constraints.txt
@@ -24,7 +25,7 @@ ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: demo test test-all test-slow test-oldest test-newest upgrade docs check lint format bench build clean
+.PHONY: demo test test-all test-slow test-drawn test-oldest test-newest upgrade docs check lint format bench build clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -66,7 +67,11 @@ test-all: $(VENV)/ready
 	$(PYTEST) -m '' $(ARGS)
 
 test-slow: $(VENV)/ready
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+
+test-drawn: export EXAMPLES ?= 1000
+test-drawn: $(VENV)/ready
+	$(PYTEST) tests/test_same_answer_everywhere.py -k 'exact and $(LIBRARY)' --hypothesis-show-statistics $(ARGS)
 
 test-oldest: export PYTHONPATH := $(VENV)/oldest
 test-oldest: $(VENV)/oldest/ready

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "quick")
 # Where the TPU's compiler is installed but no accelerator is, JAX would look for one, and complain at length.
 if not any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio", "nvidiactl")):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", help="run one of N parts of the tests, the same tests each time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of a shard."""
+    if config.getoption("shard"):
+        number, count = map(int, config.getoption("shard").split("/"))
+        dropped = {x for x in items if zlib.crc32(x.nodeid.encode()) % count != number % count}
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [x for x in items if x not in dropped]
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
