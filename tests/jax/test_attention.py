@@ -356,6 +356,30 @@ def test_dtypes_of_a_model_are_those_asked_for(options: dict[str, type]) -> None
     assert model.generate(tokens, 2).shape == (1, 6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"lengths": [3, 7], "eos_token_id": 5, "temperature": 1.0}, marks=pytest.mark.slow)],
+    ids=["alike", "lengths, ends, draws"],
+)
+def test_texts_of_nearly_the_same_length_share_compiled_programs(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=28, num_heads=4, num_kv_heads=2)
+    model = alibi_jax.AlibiLanguageModel(config, 31, rngs=nnx.Rngs(0))
+    options = options | ({"key": jax.random.key(0)} if "temperature" in options else {})
+    compiled = []
+    for length, new in ((7, 4), (9, 3), (16, 12)):
+        tokens = jnp.asarray(np.arange(2 * length, dtype=np.int32).reshape(2, -1) % 31)
+        caplog.clear()
+        with jax.log_compiles():
+            found = model.generate(tokens, new, **options)
+        assert isinstance(found, jax.Array)
+        assert found.shape == (2, length + new)
+        compiled.append([x.message for x in caplog.records if x.message.startswith("Finished XLA compilation")])
+    assert compiled[0]
+    assert compiled[1:] == [[], []]
+
+
 WEIGHTS = {
     f"{name}_proj.weight": np.random.default_rng(size).standard_normal((size, EMBED_DIM)).astype(np.float32)
     for name, size in (("q", 30), ("k", 15), ("v", 15), ("out", 30))
