@@ -17,9 +17,11 @@ from alibi_core._arrays import (
     arange,
     astype,
     checks,
+    constant,
     device_of,
     divided_along,
     floating_name,
+    is_constant,
     is_kind,
     is_numpy,
     namespace_of,
@@ -155,6 +157,12 @@ class AttentionCall:
         dtype = query.dtype
         device = _common_device(xp, arrays)
         slopes, future_slopes = (adopted(xp, x, device) for x in (slopes, future_slopes))
+        rules = {"q_offset": q_offset, "mask": mask, "added_bias": added_bias, "segment_ids": q_ids}
+        rules |= {"segment_ids of keys": kv_ids, "positions": q_positions, "positions of keys": kv_positions}
+        made = {id(x): constant(xp, name, x, device) for name, x in rules.items() if is_constant(x, query)}
+        if made:  # by id: one array stays one
+            found = (made.get(id(x), x) for x in rules.values())
+            q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions = found
         working = working_dtype(xp, dtype)
         if tolerance is None:
             tolerance = UNIT_ROUNDOFF[str(floating_name(dtype))]
@@ -545,7 +553,7 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
 def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are arrays, by name, having checked their kinds.
 
-    NumPy slopes are left out: they are accepted with any library.
+    NumPy's slopes are left out: they are accepted with any library; with JAX, so is any array but the tensors.
     """
     may_be_int = (*SLOPES, "q_offset")
     q_offset = arguments["q_offset"]
@@ -556,7 +564,9 @@ def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
         for name, value in arguments.items()
         if not (name in may_be_int and checks.is_int(value)) and not (value is None and name not in TENSORS)
     }
-    return {name: array for name, array in arrays.items() if not (name in SLOPES and is_numpy(array))}
+    tensor = arguments["query"]
+    kinds = {name: name in SLOPES or (name not in TENSORS and is_constant(x, tensor)) for name, x in arrays.items()}
+    return {name: array for name, array in arrays.items() if not (kinds[name] and is_numpy(array))}
 
 
 def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:

@@ -162,6 +162,29 @@ def adopted(xp: Namespace, slopes: Any, device: Device | None) -> Any:
         return asarray(xp, values, getattr(xp, name), device)
 
 
+def is_constant(value: Any, tensor: Any) -> bool:
+    """Whether ``value`` is an array of NumPy that may come with ``tensor``: one of JAX, whose functions take both."""
+    numbers = is_numpy(value) and value.dtype.kind in "biuf"
+    return numbers and "jax" in sys.modules and isinstance(tensor, sys.modules["jax"].Array)
+
+
+def constant(xp: Namespace, name: str, value: Any, device: Device | None) -> Any:
+    """Return a NumPy array as the equal array of JAX.
+
+    Raises:
+        ValueError: If JAX has no dtype for its values, with 32 bits by default.
+    """
+    dtype = value.dtype
+    if lacks_64_bits(xp) and dtype.itemsize == 8:
+        dtype = np.dtype(f"{dtype.kind}4")
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = value.astype(dtype)
+    if dtype != value.dtype and not np.array_equal(narrow, value, equal_nan=True):
+        raise ValueError(f"{name} must have values of {dtype}, got others in {value.dtype}; round them by astype")
+    with _with_values(xp):
+        return xp.asarray(narrow, device=device)
+
+
 def _with_values(xp: Namespace) -> contextlib.AbstractContextManager[object]:
     """Return a context in which JAX makes arrays with values inside ``jax.jit`` too, so that these can be checked."""
     return sys.modules["jax"].ensure_compile_time_eval() if _is_jax(xp) else contextlib.nullcontext()

@@ -300,6 +300,32 @@ def test_bad_arguments_are_refused_while_a_function_is_traced(
         jax.eval_shape(call, jnp.asarray(1.0))
 
 
+RULES = {
+    "q_offset": np.asarray([2, 0]),
+    "mask": np.arange(5) != 1,
+    "segment_ids": (np.asarray([[1, 1, 2], [1, 1, 1]]), np.asarray([[1, 1, 2, 2, 1], [1, 1, 1, 3, 1]])),
+    "positions": (np.asarray([4.0, 1.5, 2.0]), np.arange(5.0)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_constants_of_numpy_are_those_of_jax(rule: str, compiled: bool) -> None:
+    rng, given = np.random.default_rng(0), RULES[rule]
+    tensors = [jnp.asarray(rng.standard_normal((2, n, 2, 4)), jnp.float32) for n in (3, 5, 5)]
+
+    def attend(*tensors: jax.Array) -> list[jax.Array]:
+        return [alibi_jax.attention(*tensors, **{rule: x}) for x in (given, jax.tree.map(jnp.asarray, given))]
+
+    np.testing.assert_array_equal(*(jax.jit(attend) if compiled else attend)(*tensors))
+    largest = {"q_offset": 2**31, "segment_ids": 2**40}.get(rule, 1 / 3)
+    if rule != "mask":
+        odd = jax.tree.map(lambda x: x + largest, given)
+        refused = functools.partial(alibi_jax.attention, *tensors, **{rule: odd})
+        with pytest.raises(ValueError, match=rf"^{rule}.* must have values of (int|float)32, got others in \w+64"):
+            (jax.jit(refused) if compiled else refused)()
+
+
 def test_lengths_that_are_symbols_are_refused_in_words() -> None:
     (length,) = export.symbolic_shape("length")
     symbolic, known = (jax.ShapeDtypeStruct((1, n, 2, 4), jnp.float32) for n in (length, 1))
@@ -354,6 +380,30 @@ def test_dtypes_of_a_model_are_those_asked_for(options: dict[str, type]) -> None
     assert {x.dtype for x in parameters} == {jnp.dtype(options.get("param_dtype", jnp.float32))}
     assert model(tokens).dtype == jnp.bfloat16
     assert model.generate(tokens, 2).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"lengths": [3, 7], "eos_token_id": 5, "temperature": 1.0}, marks=pytest.mark.slow)],
+    ids=["alike", "lengths, ends, draws"],
+)
+def test_texts_of_nearly_the_same_length_share_compiled_programs(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=28, num_heads=4, num_kv_heads=2)
+    model = alibi_jax.AlibiLanguageModel(config, 31, rngs=nnx.Rngs(0))
+    options = options | ({"key": jax.random.key(0)} if "temperature" in options else {})
+    compiled = []
+    for length, new in ((7, 4), (9, 3), (16, 12)):
+        tokens = jnp.asarray(np.arange(2 * length, dtype=np.int32).reshape(2, -1) % 31)
+        caplog.clear()
+        with jax.log_compiles():
+            found = model.generate(tokens, new, **options)
+        assert isinstance(found, jax.Array)
+        assert found.shape == (2, length + new)
+        compiled.append([x.message for x in caplog.records if x.message.startswith("Finished XLA compilation")])
+    assert compiled[0]
+    assert compiled[1:] == [[], []]
 
 
 WEIGHTS = {

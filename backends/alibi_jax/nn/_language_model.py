@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from alibi_core.backend import models
@@ -17,7 +19,8 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
     """Predict each next token from the tokens before it, at any length.
 
     The embedding matrix also computes the logits, unless ``config`` asks for a separate head. ``generate`` compiles two
-    programs, one for the prompt and one for the steps after it.
+    programs, one for the prompt and one for the steps after it. It pads prompts and caches to a few lengths, so that
+    texts of about the same length share them.
 
     Args:
         config: Shape of the model; must be causal.
@@ -53,9 +56,23 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
     def _tied_head(self, hidden: jax.Array) -> jax.Array:
         return self.embedding.attend(hidden)
 
+    @functools.wraps(models.BaseLanguageModel.generate)
+    def generate(self, tokens: Any, max_new_tokens: int, *, key: jax.Array | None = None, **options: Any) -> Any:
+        """See the base class; tokens whose values can be read are padded and joined on the host, for no compilation."""
+        if (
+            not isinstance(tokens, jax.Array)
+            or is_traced(nnx.state(self), tokens, key)
+            or not tokens.is_fully_addressable
+        ):
+            return super().generate(tokens, max_new_tokens, key=(key, None), **options)
+        place = tokens.sharding if tokens.committed else None
+        found = super().generate(np.asarray(tokens), max_new_tokens, key=(key, place), **options)
+        return jax.device_put(found, place)
+
     def _generate(
-        self, prompts: models.Prompts, number: int, rules: Generation, key: jax.Array | None
-    ) -> list[jax.Array]:
+        self, prompts: models.Prompts, number: int, rules: Generation, source: tuple[jax.Array | None, Any]
+    ) -> list[Any]:
+        key, place = source
         if rules.temperature > 0 and key is None:
             raise ValueError("key must be given with a temperature above 0, got None; jax.random.key makes one")
         if number == 0:
@@ -64,11 +81,13 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
         model = nnx.merge(*nnx.split(self))
         model.eval()
         graph, state = nnx.split(model)
-        tokens = prompts.tokens
-        batch_size, length = tokens.shape
-        # The last token is never fed back, so the caches do not store it.
-        caches = self.transformer.make_caches(batch_size, length + number - 1)
-        keys = [None] * number if key is None else jax.random.split(key, number)
+        batch_size, length = prompts.tokens.shape
+        on_host = isinstance(prompts.tokens, np.ndarray)
+        widths = (0, 0), (0, _few_sizes(length) - length)
+        tokens = jax.device_put(np.pad(prompts.tokens, widths), place) if on_host else jnp.pad(prompts.tokens, widths)
+        caches = self.transformer.make_caches(batch_size, _few_sizes(max(tokens.shape[1], length + number), 128))
+        keys = None if key is None else jax.random.split(key, _few_sizes(number))
+        lengths = np.int32(length) if prompts.lengths is None else prompts.lengths
         extend = _extend if is_traced(state, tokens, key) else _extend_in_place
 
         def step(unread: jax.Array, ended: jax.Array | None, index: int) -> tuple[jax.Array, jax.Array | None]:
@@ -77,11 +96,18 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
             # per row, so the buffers cannot be donated.
             is_first = index == 0 and prompts.lengths is not None
             unread, ended, caches = (_extend if is_first else extend)(
-                graph, state, unread, caches, rules, keys[index], ended, prompts.lengths if is_first else None
+                graph, state, unread, caches, rules, keys, np.int32(index), ended, lengths if index == 0 else None
             )
             return unread, ended
 
-        return models.following(tokens, number, step, may_stop=extend is _extend_in_place)
+        found = models.following(tokens, number, step, may_stop=extend is _extend_in_place)
+        return jax.device_get(found) if on_host else found
+
+
+def _few_sizes(number: int, least: int = 16) -> int:
+    """Return the number rounded up, to one of eight sizes from each power of two to the next, and by ``least``."""
+    step = max(least, 2 ** (number.bit_length() - 4))
+    return -(-number // step) * step
 
 
 def _extended(
@@ -90,18 +116,25 @@ def _extended(
     tokens: jax.Array,
     caches: list[Any],
     rules: Generation,
-    key: jax.Array | None,
+    keys: jax.Array | None,
+    index: jax.Array,
     ended: jax.Array | None,
     lengths: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, list[Any]]:
-    """Return the next tokens, ``[batch, 1]``, which rows have ended, and the caches with ``tokens`` appended."""
+    """Return the next tokens, ``[batch, 1]``, which rows have ended, and the caches with ``tokens`` appended.
+
+    ``lengths`` says how many of the tokens are text: a number, ``[batch]`` numbers, or None for all.
+    """
     model = nnx.merge(graph, state)
-    hidden, caches = model.transformer(model.embed(tokens), caches=caches, lengths=lengths)
+    by_row = lengths if lengths is not None and jnp.ndim(lengths) else None
+    hidden, caches = model.transformer(model.embed(tokens), caches=caches, lengths=by_row)
+    if lengths is not None and by_row is None:  # no token of text sees the padding, which comes after it
+        caches, lengths = [cache.truncate(lengths) for cache in caches], jnp.full(tokens.shape[0], lengths)
     logits = model.read_out(models.last_tokens(hidden, lengths))  # [batch, vocab_size]
     if rules.temperature == 0:
         chosen = logits.argmax(axis=-1)
     else:
-        chosen = jax.random.categorical(key, rules.filter_logits(logits))
+        chosen = jax.random.categorical(keys[index], rules.filter_logits(logits))
     return *rules.next_tokens(chosen[:, None].astype(tokens.dtype), ended), caches
 
 
