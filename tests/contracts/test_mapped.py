@@ -122,8 +122,8 @@ def mappings(draw: st.DrawFn) -> Mapping:
         for name, length in (("q_segment_ids", q_len), ("kv_segment_ids", kv_len)):
             shapes[name] = draw(st.sampled_from([(length,), (1, length), (batch, length)]))
     if draw(st.booleans()):
-        whole = [draw(st.sampled_from([1, n])) for n in (batch, HEADS, q_len, kv_len)]
-        shapes["mask"] = tuple(whole[draw(st.integers(0, 3)) :])
+        whole = [draw(st.sampled_from([1, n])) for n in (batch, HEADS, q_len)]
+        shapes["mask"] = (*whole[draw(st.integers(0, 3)) :], kv_len)
     if draw(st.booleans()):
         shapes["max_key_norm"] = (batch, KV_HEADS)
     always = draw(st.sampled_from(sorted({*shapes} - {"max_key_norm"})))

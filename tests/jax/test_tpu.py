@@ -171,7 +171,7 @@ LONG = {
     **{
         f"nothing to see: {rule}": sloped(Sizes(2, 1, 2, (129, 257), 5), 0.25, 0.0, **rules)
         for rule, rules in {
-            "mask": {"mask": np.zeros((2, 1, 1, 1), dtype=bool)},
+            "mask": {"mask": np.zeros((2, 1, 1, 257), dtype=bool)},
             "segments": {"segment_ids": ids_of(0, 1)},
             "segments of a mask": {"segment_ids": ids_of(-1, -1)} | HIDES_ALL,
             "offsets": {"q_offset": np.asarray([-129, -FAR], np.int32)},

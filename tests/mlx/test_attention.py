@@ -134,3 +134,19 @@ def test_given_slopes_may_be_a_numpy_shard():
     for slopes in (shard, shard.astype(np.float64), mx.array(shard)):
         assert np.array_equal(MLX.numpy(layer_of(slopes=slopes).slopes), shard)
         np.testing.assert_allclose(MLX.numpy(layer_of(slopes=slopes, learnable_slopes=True).slopes), shard, rtol=1e-6)
+
+
+def test_an_array_without_derivatives_takes_no_gradient_of_another():
+    query, key, value = mx.random.normal((3, 1, 2, 5, 4))
+    offset, ids, mask = mx.array([0]), mx.zeros((1, 5), mx.int32), mx.ones((1, 1, 5, 5), mx.bool_)
+
+    def loss(*x):
+        rules = {"q_offset": x[1], "segment_ids": x[2], "mask": x[3], "implementation": "tiled"}
+        return attention(x[0], key, value, **rules).sum()
+
+    expected = mx.grad(loss)(query, offset, ids, mask)
+    by_query, *others = mx.grad(loss, argnums=(0, 1, 2, 3))(query, offset, ids, mask)
+    assert mx.array_equal(by_query, expected)
+    for gradient, array in zip(others, (offset, ids, mask), strict=True):
+        assert gradient.shape == array.shape
+        assert not gradient.any()

@@ -47,8 +47,9 @@ import pathlib, sys, tempfile
 import mlx.core as mx
 import alibi_mlx
 
-for form in ({}, {"mask": mx.ones((1, 1, 1, 1), mx.bool_), "is_causal": False, "future_slopes": mx.ones(2)}):
-    loss = lambda *tensors: alibi_mlx.attention(*tensors, **form).sum()
+both = lambda n: {"mask": mx.ones((1, 1, 1, n), mx.bool_), "is_causal": False, "future_slopes": mx.ones(2)}
+for form in (lambda n: {}, both):
+    loss = lambda *tensors: alibi_mlx.attention(*tensors, **form(tensors[0].shape[2])).sum()
     compiled = mx.compile(mx.value_and_grad(loss, argnums=(0, 1, 2, 3)))
     for length in (140, 240, 300):
         mx.eval(compiled(*mx.zeros((3, 1, 2, length, 4)), mx.ones(2)))
