@@ -24,10 +24,14 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulation
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 import alibi_jax  # noqa: E402
+from alibi_core.backend import LENGTH_FIRST, AttentionCall  # noqa: E402
 from alibi_core.conformance.testing import DATA, FAR, FORMS, PER_BATCH, STEEP, Case, Sizes  # noqa: E402
 from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
 from alibi_jax import TPU  # noqa: E402
+from alibi_jax._call import operands_of  # noqa: E402
+from alibi_jax._plan import needed_keys  # noqa: E402
 from alibi_jax._tpu import walk  # noqa: E402
+from alibi_jax._tpu.walk import head_of  # noqa: E402
 from tests.support.tiles import plain  # noqa: E402
 from tests.support.tpu_cases import INTERPRETED, answers, assert_exact, computed  # noqa: E402
 
@@ -268,6 +272,31 @@ def test_the_simulation_notices_a_wait_that_comes_too_late(races: Races, monkeyp
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("length", [8192, pytest.param(32768, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("heads", [8, 32])
+def test_two_cores_share_the_blocks_of_canonical_heads_evenly(heads: int, length: int) -> None:
+    @jax.jit
+    def blocks_by_head(query: jax.Array, key: jax.Array) -> jax.Array:
+        call = AttentionCall.check(query, key, key, layout=LENGTH_FIRST, xp=jnp)
+        operands = operands_of(call, *(jnp.swapaxes(x, 1, 2) for x in (query, key, key)))
+        first, stop = needed_keys(operands, 512, 512)
+        return jnp.sum(-(-stop // 512) - first // 512, axis=(0, 2))
+
+    blocks = blocks_by_head(*jax.random.normal(jax.random.key(0), (2, 1, length, heads, 64)))
+    order = head_of(jnp.arange(heads, dtype=jnp.int32), heads, 1)
+    assert sorted(order.tolist()) == list(range(heads))
+    now, before = (blocks.sum() / blocks[x].reshape(2, -1).sum(axis=1).max() for x in (order, jnp.arange(heads)))
+    assert now >= 1.8
+    assert before < 1.4  # as arrays have the heads
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 2, 6, 71, 128])
+def test_each_head_of_each_batch_entry_has_one_place(heads: int, batch: int) -> None:
+    order = head_of(jnp.arange(batch * heads, dtype=jnp.int32), heads, batch).reshape(batch, heads)
+    np.testing.assert_array_equal(jnp.sort(order), np.arange(batch * heads).reshape(batch, heads))
+
+
 # --- Refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +345,7 @@ def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
 
 
 def test_masks_of_queries_or_heads_are_refused_by_name() -> None:
-    for shape in ((1, 2, 1, 256), (1, 1, 256, 256), (256, 1)):
+    for shape in ((1, 2, 1, 256), (1, 1, 256, 256), (256, 256)):
         with pytest.raises(NotImplementedError, match=r"mask of keys alone, \[batch, 1, 1, kv_len\], got \(1, "):
             lower(mask=jnp.ones(shape, bool))
     lower(mask=jnp.ones(256, bool))

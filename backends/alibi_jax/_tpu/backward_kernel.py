@@ -79,7 +79,7 @@ def backward_of_keys(
 
 def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
     table, slopes = refs.table, refs.slopes
-    n, block, member = (pl.program_id(axis) for axis in range(3))
+    n, block, member = refs.head, pl.program_id(1), pl.program_id(2)
     # This program's range of query blocks, and the next program's.
     item = block * shape.group + member
     first, stop, *following = (refs.turned[0, 0, 2 * item + field] for field in range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +35,27 @@ def run(
 ) -> list[jax.Array]:
     """Run a kernel, which gets the refs of operands, results and scratch memory by name, and return the results.
 
-    ``products`` is the number of matrix products with each score, for XLA's estimate of the time.
+    The first axis of the grid is batch * heads, in another order than arrays have it; ``refs.head`` is its index in
+    arrays. ``products`` is the number of matrix products with each score, for XLA's estimate of the time.
     """
-    names = *operands, *results, *scratch
+    names, batch = (*operands, *results, *scratch), shape.call.batch[0]
+    order = partial(head_of, heads=grid[0] // batch, batch=batch)
     flops = 2 * products * shape.scores * shape.call.head_dim
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x, _ in (*operands.values(), *results.values()))
+
+    def run_kernel(*refs: Any) -> None:
+        kernel(SimpleNamespace(head=order(pl.program_id(0)), **dict(zip(names, refs, strict=True))))
+
+    def ordered(spec: pl.BlockSpec) -> pl.BlockSpec:
+        if (index := spec.index_map) is None:
+            return spec
+        return replace(spec, index_map=lambda n, *others: index(order(n), *others))
+
     found: list[jax.Array] = pl.pallas_call(
-        lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs, strict=True)))),
+        run_kernel,
         grid=grid,
-        in_specs=[spec for _, spec in operands.values()],
-        out_specs=[spec for _, spec in results.values()],
+        in_specs=[ordered(spec) for _, spec in operands.values()],
+        out_specs=[ordered(spec) for _, spec in results.values()],
         out_shape=[kind for kind, _ in results.values()],
         scratch_shapes=list(scratch.values()),
         compiler_params=pltpu.CompilerParams(
@@ -55,6 +67,24 @@ def run(
         name=name,
     )(*(array for array, _ in operands.values()))
     return found
+
+
+def head_of(n: Any, heads: int, batch: int) -> Any:
+    """Return the head, among batch * heads, that the ``n``-th place of a grid has.
+
+    The cores of a chip share a grid by halves. Canonical slopes become flatter from head to head, and flat heads need
+    more keys: so each half gets one head of each pair, ``2 * m`` or ``2 * m + 1``, by the Thue-Morse sequence, which
+    makes the sums of smooth functions nearly equal. With an even batch, halves have the same heads already.
+    """
+    if heads % 2 or batch % 2 == 0:
+        return n
+    place = n if batch == 1 else jax.lax.rem(n, jnp.int32(heads))
+    is_second = (place >= heads // 2).astype(jnp.int32)
+    pair = place - is_second * (heads // 2)
+    parity = pair  # of the number of ones among the bits of `pair`
+    for bits in (8, 4, 2, 1):
+        parity = parity ^ jax.lax.shift_right_logical(parity, jnp.int32(bits))
+    return n - place + 2 * pair + ((parity ^ is_second) & 1)
 
 
 def walk(
@@ -148,7 +178,7 @@ def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Plac
 
     ``attend`` takes the block's branch, place and bias, and its keys and values, ``[kv_block, head_dim]``.
     """
-    n, block, table = pl.program_id(0), pl.program_id(1), refs.table
+    n, block, table = refs.head, pl.program_id(1), refs.table
     first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))
     following = [table[0, 0, FIELDS * (block + 1) + field] for field in range(2)]
     q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
