@@ -16,7 +16,7 @@ import mlx.core as mx
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Job
 from alibi_mlx._biases import Biases
-from alibi_mlx._plan import tiling
+from alibi_mlx._plan import on_gpu, tiling
 
 COPIED_FOR = 8  # From this many queries on, keys are copied into the layout that is fastest for the product.
 
@@ -91,7 +91,7 @@ def backward(
 
 def _softmax(scores: mx.array) -> mx.array:
     """Return the softmax of float32 scores along the last axis."""
-    if mx.default_device().type == mx.gpu:  # one fused kernel there
+    if on_gpu():  # one fused kernel there
         return mx.softmax(scores, axis=-1)
     # On the CPU, MLX's power is three times as fast as its exponential.
     weights = mx.power(2.0, (scores - mx.max(scores, axis=-1, keepdims=True)) * math.log2(math.e))
@@ -187,7 +187,7 @@ def for_scores(keys: mx.array, job: Job) -> mx.array:
 
     On the CPU this is feature-major: MLX's BLAS takes a third longer for a transposed factor.
     """
-    if mx.default_device().type == mx.gpu or job.rows < COPIED_FOR:
+    if on_gpu() or job.rows < COPIED_FOR:
         return keys
     return mx.contiguous(keys.swapaxes(-1, -2)).swapaxes(-1, -2)
 

@@ -48,9 +48,14 @@ TILINGS = {
 }
 
 
+def on_gpu() -> bool:
+    """Whether MLX's default device is a GPU, which a read by the host would leave idle."""
+    return bool(mx.default_device().type == mx.gpu)
+
+
 def tiling() -> Tiling:
     """Return the block sizes in use: the table's for MLX's default device, unless ``tiled_as`` overrides them."""
-    return current_tiling(TILINGS[mx.default_device().type])
+    return current_tiling(TILINGS[mx.gpu if on_gpu() else mx.cpu])
 
 
 def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, norms: Norms | None) -> list[Job]:
@@ -69,9 +74,10 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
 
 
 def _reads_quickly(call: AttentionCall, has_norms: bool) -> bool:
-    """Whether few queries should read all keys, because measuring takes longer."""
-    most = SOON_READ if has_norms else SOON_MEASURED
-    return call.q_len <= tiling().few and call.num_kv_heads * call.kv_len * call.head_dim < most * tiling().short
+    """Whether few queries should read all keys: because measuring takes longer, or a step of decoding stays lazy."""
+    elements = call.num_kv_heads * call.kv_len * call.head_dim
+    is_quick = elements < (SOON_READ if has_norms else SOON_MEASURED) * tiling().short
+    return call.q_len <= tiling().few and (is_quick or on_gpu())
 
 
 def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:

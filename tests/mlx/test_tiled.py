@@ -14,7 +14,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
-from alibi_mlx import attention  # noqa: E402
+from alibi_mlx import _kernels, _plan, attention  # noqa: E402
 
 
 def test_a_tolerance_of_zero_evaluates_nothing() -> None:
@@ -23,6 +23,20 @@ def test_a_tolerance_of_zero_evaluates_nothing() -> None:
         patch.setattr(mx, "eval", lambda *arrays: pytest.fail("evaluated"))
         result = attention(*tensors, tolerance=0.0)
     np.testing.assert_allclose(result, attention(*tensors, implementation="dense"), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_of_decoding_evaluates_nothing_on_a_gpu(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    tensors = [mx.array(rng.standard_normal((1, 8, n, 64)), getattr(mx, dtype)) for n in (1, 33_000, 33_000)]
+    expected = attention(*tensors, implementation="dense")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_plan, _kernels):
+            patch.setattr(module, "on_gpu", lambda: True)
+        patch.setattr(mx, "eval", lambda *arrays: pytest.fail("evaluated"))
+        result = attention(*tensors)
+    exact = 2e-6 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(*(x.astype(mx.float32) for x in (result, expected)), atol=exact)
 
 
 @pytest.mark.parametrize("lengths", [(17, 16), pytest.param((17, 1025), marks=pytest.mark.slow)])
