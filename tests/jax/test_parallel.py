@@ -159,7 +159,7 @@ def unknown_heads() -> None:
     by_head, exact = Spec(None, None, "heads"), attention(*tensors, implementation="dense")
 
     def cached(query: Any, key: Any, value: Any) -> Any:
-        return KVCache.make(2, key.shape[2], 6, 4).append(key, value).attend(query)
+        return KVCache(2, key.shape[2], 6, 4).append(key, value).attend(query)
 
     def of_core(*tensors: Any) -> Any:
         return alibi_core.attention(*(jnp.swapaxes(x, 1, 2) for x in tensors))
