@@ -443,7 +443,7 @@ class AttentionCall:
                 points = self.q_points, self.kv_points
                 relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
             if self.is_empty:
-                nearest = xp.zeros_like(relative[..., :1])
+                nearest = xp.zeros_like(relative[..., : min(1, self.kv_len)])  # the standard has no slice beyond an end
             elif self.sees_own_key:  # a key at distance 0: nothing to subtract
                 return with_head_axis(relative), None
             else:

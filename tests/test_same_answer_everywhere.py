@@ -252,6 +252,7 @@ FOUND = (
     Problem((5, 11), (2, 3), slopes="per entry", q_offset="per entry", segments="pair of one axis", mask="p1qk"),
     Problem((5, 11), (2,), mask="bk", adds_bias=True),
     Problem((5, 11), ()),
+    Problem((4, 0), points="times"),
     Problem((4, 0), (2, 0), wrt=("query", "key", "value", "slopes")),
     # Runs of alike tiles, each computed as one kernel call, end where keys are hidden.
     Problem((31, 31), segments="one", window_size=5, wrt=TENSORS, tiling=Tiling((4, 4), blocks=512)),
