@@ -24,18 +24,18 @@ from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.conformance.testing import COTANGENTS, DATA, assert_within_budget
-from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Backend, Framework, param
+from tests.support.frameworks import DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Backend, Framework, param
 from tests.support.problems import ON_LINE, POINTS, SEGMENTS, TENSORS, Problem, exact, pair
-from tests.support.tiles import TILINGS
+from tests.support.tiles import TILINGS, Tiling
 
 LIBRARIES = {x.name: x for x in (NUMPY, TORCH, JAX, MLX)}
 
 # --- What is drawn ----------------------------------------------------------------------------------------------------
 
-MASKS = ("k", "qk", "hqk", "b11k", "b1qk", "bhqk", "11qk", "bh1k", "bk", "bqk")
+MASKS = ("k", "qk", "hqk", "b11k", "b1qk", "bhqk", "11qk", "bh1k", "p1qk", "bk", "bqk")
 INTEGER_MASKS = ("bk:int", "b11k:int", "b1qk:int", "11qk:int", "bhqk:int")
 # Few shapes, and unequal sizes of axes: none may be taken for another, and no mask or position be read in two ways.
-LENGTHS = ((7, 7), (5, 11), (11, 5), (1, 13), (1, 1), (31, 31), (0, 5), (4, 0))
+LENGTHS = ((7, 7), (31, 31), (5, 11), (64, 64), (11, 5), (17, 31), (1, 13), (1, 1), (0, 5), (4, 0))
 LONG = ((64, 65), (17, 300), (128, 128), (150, 150), (257, 257), (1, 1025), (17, 1100))
 BATCHES: tuple[tuple[int, ...], ...] = ((2,), (), (3,), (2, 3), (0,))
 HEADS = ((3, 1), (1, 1), (2, 2), (1, 3), (6, 1))
@@ -127,7 +127,7 @@ def is_plain(problem: Problem) -> bool:
 def backends(library: str) -> list[Backend]:
     """Return what computes attention with arrays of a library: the backend's implementations, and the core."""
     named = {"torch": ("tiled", "sdpa", "dense"), "mlx": ("tiled", "dense"), "jax": ("tiled", "dense")}
-    core = {"numpy": (NUMPY, STRICT), "torch": (TORCH,), "mlx": (MLX,)}
+    core = {"numpy": (NUMPY, STRICT, DASK), "torch": (TORCH,), "mlx": (MLX,)}
     return [
         *(Backend(LIBRARIES[library], f"alibi_{library}", name) for name in named.get(library, ())),
         *(Backend(framework, "alibi_core", None) for framework in core.get(library, ())),
@@ -248,6 +248,18 @@ FOUND = (
     Problem(lengths=(128, 128), heads=(2, 1), head_dim=32, wrt=("key",), loss="ones", is_causal=False, luck=3, seed=3),
     # An implementation that cannot return weights refuses where there are none to return, too.
     Problem(lengths=(0, 5), returns_weights=True),
+    # Axes of the batch: one that all entries of another share, a mask that begins with them, and none.
+    Problem((5, 11), (2, 3), slopes="per entry", q_offset="per entry", segments="pair of one axis", mask="p1qk"),
+    Problem((5, 11), (2,), mask="bk", adds_bias=True),
+    Problem((5, 11), ()),
+    Problem((4, 0), points="times"),
+    Problem((4, 0), (2, 0), wrt=("query", "key", "value", "slopes")),
+    # Runs of alike tiles, each computed as one kernel call, end where keys are hidden.
+    Problem((31, 31), segments="one", window_size=5, wrt=TENSORS, tiling=Tiling((4, 4), blocks=512)),
+    Problem((31, 31), data="sinks", wrt=TENSORS, tiling=Tiling((2, 4), call_scores=10**9)),
+    # Points without a position, and a law without points.
+    Problem(points="space, some nowhere", distance="euclidean", is_causal=False, slopes="per entry", wrt=TENSORS),
+    Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),
 )
 
 

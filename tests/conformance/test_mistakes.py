@@ -43,9 +43,15 @@ LARGE = ("large", "large_gradients", "long_decoding")
 SMALL = tuple(law.name for law in LAWS if law.name not in LARGE)
 
 
+# These show in large cases alone, each after all small ones: two to seven seconds.
+IN_LARGE_CASES = ("cache holds the last: 64", "cache holds the last: 128", "batch mixed as the cache grows")
+IN_LARGE_CASES += ("token lost as the cache grows", "key lost beyond: 1024", "key lost beyond: 2048")
+IN_LARGE_CASES += tuple(f"batch entries beyond: {n}" for n in (8, 16, 64))
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] if i % 31 else []) for i, x in enumerate(MISTAKES) if x != BESIDE_OTHERS],
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in IN_LARGE_CASES)) for x in MISTAKES if x != BESIDE_OTHERS],
 )
 def test_a_mistake_breaks_a_law_and_is_named(name: str) -> None:
     report = first_failure(Mistaken(name, dtype=dtype_of(name)), (*SMALL, *LARGE))

@@ -78,6 +78,12 @@ def test_backends_import_of_the_core_what_is_meant_for_them() -> None:
             assert FOR_BACKENDS.fullmatch(target), f"{module} imports {target}: the contract is alibi_core.backend"
 
 
+def test_nothing_but_tests_imports_tests() -> None:
+    for module, path in MODULES.items():
+        found = re.search(r"^\s*(from|import) tests\b", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert found is None, f"{module} imports tests, which users of a wheel do not have"
+
+
 @pytest.mark.parametrize("room", [*FOLDERS, *sorted(ROOMS)])
 def test_imports_go_one_way(room: str) -> None:
     """Among the files and rooms of one room there is no circle."""

@@ -107,7 +107,9 @@ class Problem:
         return given
 
     def mask_shape(self, axes: str) -> tuple[int, ...]:
-        sizes = {"b": self.batch, "1": (1,)} | dict(zip("hqk", ((n,) for n in self.scores[-3:]), strict=True))
+        partial = (*self.batch[:1], *(1,) * len(self.batch[1:]))  # "p": one for all of the other axes of the batch
+        sizes = dict(zip("hqk", ((n,) for n in self.scores[-3:]), strict=True))
+        sizes |= {"b": self.batch, "p": partial, "1": (1,)}
         return sum((sizes[axis] for axis in axes), ())
 
     def __repr__(self) -> str:
@@ -141,6 +143,7 @@ SEGMENTS: dict[str, Callable[..., Any]] = {
     "one row": lambda rng, _, q, k: sorted_ids(rng, k).astype(np.uint8),
     "pair": lambda rng, batch, q, k: (sorted_ids(rng, *batch, q), sorted_ids(rng, *batch, k)),
     "pair of one row": lambda rng, batch, q, k: (sorted_ids(rng, q).astype(np.int64), mixed_ids(rng, *batch, k)),
+    "pair of one axis": lambda rng, batch, q, k: (sorted_ids(rng, *batch[-1:], q), sorted_ids(rng, *batch[-1:], k)),
     "mixed": lambda rng, batch, q, k: (mixed_ids(rng, *batch, q), mixed_ids(rng, *batch, k)),
 }
 
