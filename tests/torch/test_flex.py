@@ -97,6 +97,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
         },
     ),
     "1000": ((1000, 1000), {}),
+    "1024": ((1024, 1024), {}),
 }
 TABLE = [pytest.param(*case, id=name) for name, case in CASES.items()]
 

@@ -173,14 +173,18 @@ def main(name: str) -> None:
             stack.enter_context(mock.patch(path, answer))
         for kind, (graph, inputs) in graphs.items():
             code = triton_of(graph, moved(graph, inputs), kind == "backward")
+            is_divisible = "IS_DIVISIBLE : tl.constexpr = True" in code
             for kernel, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S):
-                print(json.dumps({"graph": kind} | compiled(kernel, source, target)), flush=True)
+                print(
+                    json.dumps({"graph": kind, "is_divisible": is_divisible} | compiled(kernel, source, target)),
+                    flush=True,
+                )
 
 
 # --- The test ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["1000", "one query before all keys", "mask by key", "segments by batch"])
+@pytest.mark.parametrize("name", ["1000", "1024", "one query before all keys", "mask by key", "segments by batch"])
 def test_kernels_compile_and_fit_an_h100(name: str) -> None:
     command = [sys.executable, "-m", "tests.torch.test_flex_compile", name]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -189,6 +193,8 @@ def test_kernels_compile_and_fit_an_h100(name: str) -> None:
     assert {kernel["graph"] for kernel in kernels} == {"inference", "forward", "backward"}
     for kernel in kernels:
         assert kernel["shared"] <= SHARED, kernel
+        # Gradients pad to whole blocks.
+        assert kernel["is_divisible"] == (name == "1024" or kernel["graph"] != "inference"), kernel
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -68,12 +69,40 @@ def needed_blocks(
     if call.tolerance == 0:  # nothing to measure
         bounds = ScoreBounds.unmeasured(call, q_block=BLOCK, kv_block=BLOCK)
     else:
-        bounds = measure(call, query.detach(), key.detach(), MEASURING, norms).bounds(call, nearest_keys(call))
+        tensors = query.detach(), key.detach()
+        measured = measure(call, *tensors, MEASURING, norms)
+        measured = replace(measured, lower=_bounds_by_means(call, *tensors, measured.centre))
+        bounds = measured.bounds(call, nearest_keys(call))
     ranges = key_ranges(call, bounds)
     # From keys to blocks: round the start down and the end up.
     first = torch.div(ranges.first, BLOCK, rounding_mode="floor")
     stop = torch.div(ranges.stop + (BLOCK - 1), BLOCK, rounding_mode="floor")
     return first, torch.where(ranges.first < ranges.stop, stop, first)
+
+
+def _bounds_by_means(call: AttentionCall, query: Tensor, key: Tensor, centre: Tensor | None) -> Tensor | None:
+    """Return lower bounds of log-sum-exps, ``[batch, num_heads, q_len]``, from the keys before each block of queries.
+
+    The exponential is convex: BLOCK keys weigh at least BLOCK times the exponential of their mean score. None where
+    those keys may be hidden; -inf where there are fewer.
+    """
+    is_near = call.window_size is not None and call.window_size < 2 * BLOCK
+    if is_near or call.mask is not None or call.q_segment_ids is not None or call.has_offset_array:
+        return None
+    rows = torch.arange(call.q_len, device=query.device)
+    block = rows >> BLOCK.bit_length() - 1  # a shift, see KVCache.key_norms
+    begins = torch.arange(-(-call.q_len // BLOCK), device=query.device) * BLOCK + call.q_offset  # [q_blocks]
+    before = begins[:, None] + torch.arange(-BLOCK, 0, device=query.device)
+    # [batch, num_kv_heads, q_blocks, head_dim]
+    means = key[:, :, before.clamp(0, call.kv_len - 1)].to(call.working_dtype).mean(dim=-2)
+    means = means if centre is None else means - centre
+    # [batch, num_kv_heads, heads of a group, q_len, head_dim]
+    grouped = query.to(call.working_dtype).unflatten(1, (call.num_kv_heads, -1))
+    scores = (grouped * means[:, :, None, block]).sum(dim=-1).flatten(1, 2) * call.scale
+    distance = rows - block * BLOCK + (BLOCK + 1) / 2  # of the mean
+    bounds = scores - call.slopes[..., None] * distance + math.log(BLOCK)
+    exist = ((begins >= BLOCK) & (begins <= call.kv_len))[block]
+    return torch.where(exist & (bounds < math.inf), bounds, -math.inf)
 
 
 def _full_blocks(call: AttentionCall, first: Tensor, stop: Tensor, q_blocks: int) -> tuple[Tensor, Tensor]:
