@@ -121,9 +121,11 @@ def step(name: str, devices: Any) -> Any:
     def array(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
-    cache = jax.eval_shape(lambda: KVCache.make(batch, num_kv_heads, length, head_dim, dtype=jnp.bfloat16))
-    cache = jax.tree.map(lambda x: array(x.shape, x.dtype), cache)
-    cache = cache._replace(length=array((batch,), jnp.int32)) if rows else cache
+    def empty() -> KVCache:
+        cache = KVCache(batch, num_kv_heads, length, head_dim, dtype=jnp.bfloat16)
+        return cache.truncate(jnp.zeros(batch, jnp.int32)) if rows else cache
+
+    cache = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(empty))
 
     def attend(cache: Any, query: Any, key: Any, value: Any) -> Any:
         cache = cache.append(key, value)

@@ -90,18 +90,18 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
         for sums in (refs.d_key, refs.d_value):
             sums[...] = jnp.zeros_like(sums)
 
-    def pairs(of_query: Any, slot: Any, of_next: bool, size: int) -> list[Any]:
-        at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), size)
+    def pairs(of_query: Any, of_next: bool) -> list[Any]:
+        at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), shape.q_block)
         # The next program has the next head of the group, or the first head with the next block of keys.
         own = member if not of_next else jnp.where(member + 1 == shape.group, 0, member + 1)
         head = n * shape.group + own
         found = [
-            (refs.query.at[head, at], refs.query_buffer.at[slot]),
-            (refs.cotangent.at[head, at], refs.cotangent_buffer.at[slot]),
-            (refs.statistics.at[head, :, at], refs.statistics_buffer.at[slot]),
+            (refs.query.at[head, at], refs.query_buffer),
+            (refs.cotangent.at[head, at], refs.cotangent_buffer),
+            (refs.statistics.at[head, :, at], refs.statistics_buffer),
         ]
         if shape.has_segments:
-            found.append((refs.q_ids.at[quotient(n, shape.call.num_kv_heads), :, at], refs.ids_buffer.at[slot]))
+            found.append((refs.q_ids.at[quotient(n, shape.call.num_kv_heads), :, at], refs.ids_buffer))
         return found
 
     def visit(of_query: Any, slot: Any) -> None:
@@ -128,7 +128,7 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
         for branch in blocks.branches(shape, place):
             pl.when(branch.applies)(partial(attend, branch))
 
-    walk(refs, first, stop, following, item == 0, pairs, visit, [(lambda block: True, shape.q_block)])
+    walk(refs, first, stop, following, item == 0, pairs, visit)
 
     @pl.when(member == shape.group - 1)
     def _() -> None:

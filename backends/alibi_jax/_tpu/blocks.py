@@ -32,6 +32,7 @@ class Place(NamedTuple):
     q_start: Any  # position of the block's first query
     kv_start: Any  # position of its first key
     base: Any  # origin of relative positions
+    overlap: Any = 0  # number of keys that belong to the block before, of folded heads
 
 
 class Bias(NamedTuple):
@@ -131,6 +132,8 @@ def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any, index: Any
     behind = queries - keys  # distance within the block; `shift` adds the block's place
     shift = place.kv_start - place.q_start
     visible = keys < shape.call.kv_len - place.kv_start
+    if shape.is_folded:
+        visible &= keys >= place.overlap
     if shape.call.is_causal:
         visible &= behind >= shift
     if shape.call.window_size is not None:

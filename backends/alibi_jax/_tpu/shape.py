@@ -13,7 +13,6 @@ from alibi_core.backend import AttentionCall, checks, split_call
 from alibi_jax._call import Operands
 
 LANES = 128  # Lanes of a vector register; block sizes are multiples, because each is the last axis of some matrix.
-SUBLANES = 8  # Arrays in HBM consist of tiles of this many rows by LANES.
 ROWS = 16  # Rows of a tile in VMEM, for bfloat16.
 VMEM_LIMIT = 64 * 2**20  # Bytes of VMEM per core, on the smallest TPU since v5.
 SCOPED = 14 * 2**20  # Up to this many bytes, the compiler's default limit suffices (with a margin for its own use).
@@ -140,20 +139,18 @@ class KernelShape:
 
     @property
     def kv_multiple(self) -> int:
-        """Keys are padded to a multiple of this: for few queries to tiles of HBM, as a copy of a cache is slow."""
-        if not self.is_folded:
-            return self.kv_block
-        return LANES if self.is_transposed else SUBLANES
+        """Keys are padded to a multiple of this: to whole blocks, unless queries are few, so that a copy is dear."""
+        return LANES if self.is_folded else self.kv_block
+
+    @property
+    def last_start(self) -> int:
+        """The first key of the last block, which may begin with keys of the block before."""
+        return _round_up(self.call.kv_len, self.kv_multiple) - self.kv_block
 
     def of_keys(self, keys: Any) -> tuple[Any, Any]:
         """Return the shape, or slice, of a matrix of so many keys, or of these."""
         sizes = keys, self.call.head_dim if isinstance(keys, int) else slice(None)
         return sizes[::-1] if self.is_transposed else sizes
-
-    @property
-    def kv_tail(self) -> int:
-        """The number of keys in the last block."""
-        return _round_up(self.call.kv_len, self.kv_multiple) - (self.kv_blocks - 1) * self.kv_block
 
     @property
     def vmem_bytes(self) -> int:

@@ -93,30 +93,25 @@ def walk(
     stop: Any,
     following: Sequence[Any],
     is_first: Any,
-    pairs: Callable[[Any, Any, bool, int], Sequence[tuple[Any, Any]]],
+    pairs: Callable[[Any, bool], Sequence[tuple[Any, Any]]],
     visit: Callable[[Any, Any], None],
-    sizes: Sequence[tuple[Callable[[Any], Any], int]],
 ) -> None:
     """Visit blocks ``first`` to ``stop``; each is copied from HBM while the block before it is computed.
 
     During the last visit, the first block of ``following``, the next program's range, is copied; the range is empty if
     there is no next program. So only the program that ``is_first`` starts its own first copy. ``pairs`` takes a block,
-    the slot of its double buffer, whether it belongs to the next program, and its number of tokens, and returns pairs
-    of a slice in HBM and its place. ``visit`` takes a block and the slot. ``refs.turn`` passes the next slot from
-    program to program. ``sizes`` are the numbers of tokens that a block may have, and the condition for each.
+    and whether it belongs to the next program, and returns pairs of a slice in HBM and its double buffer. ``visit``
+    takes a block and the slot of the double buffer. ``refs.turn`` passes the next slot from program to program.
     """
     follows = following[0] < following[1]
 
-    def each_copy(block: Any, slot: Any, of_next: bool, act: Callable[[Any], None]) -> None:
-        def act_on_all(size: int) -> None:
-            for i, (source, place) in enumerate(pairs(block, slot, of_next, size)):
-                act(pltpu.make_async_copy(source, place, refs.semaphores.at[i, slot]))
-
-        for applies, size in sizes:
-            pl.when(applies(block))(partial(act_on_all, size))
+    def copies(block: Any, slot: Any, of_next: bool) -> list[Any]:
+        found = enumerate(pairs(block, of_next))
+        return [pltpu.make_async_copy(x, buffer.at[slot], refs.semaphores.at[i, slot]) for i, (x, buffer) in found]
 
     def start(block: Any, slot: Any, of_next: bool) -> None:
-        each_copy(block, slot, of_next, lambda copy: copy.start())
+        for copy in copies(block, slot, of_next):
+            copy.start()
 
     @pl.when(is_first)
     def _() -> None:
@@ -131,7 +126,8 @@ def walk(
         slot = jax.lax.rem(turn + block - first, jnp.int32(2))
         pl.when(block + 1 < stop)(lambda: start(block + 1, 1 - slot, False))
         pl.when((block + 1 == stop) & follows)(lambda: start(following[0], 1 - slot, True))
-        each_copy(block, slot, False, lambda copy: copy.wait())
+        for copy in copies(block, slot, False):
+            copy.wait()
         visit(block, slot)
 
     jax.lax.fori_loop(first, stop, step, None)
@@ -190,28 +186,21 @@ def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Plac
         slopes, index = tuple(blocks.lanes(x, shape.kv_block) for x in columns[:2]), columns[2].astype(jnp.int32)
     refs.own[...] = blocks.own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0, index)
 
-    def pairs(of_keys: Any, slot: Any, _: bool, size: int) -> list[Any]:
-        start = pl.multiple_of(of_keys * shape.kv_block, LANES)
-        head = quotient(n, shape.group)
-        found = [
-            (tensor.at[head, *shape.of_keys(pl.ds(start, size))], buffer.at[slot, *shape.of_keys(pl.ds(0, size))])
-            for tensor, buffer in ((refs.key, refs.key_buffer), (refs.value, refs.value_buffer))
-        ]
+    def first_key(of_keys: Any) -> Any:
+        start = of_keys * shape.kv_block
+        return start if shape.last_start % shape.kv_block == 0 else jnp.minimum(start, shape.last_start)
+
+    def pairs(of_keys: Any, _: bool) -> list[Any]:
+        at = pl.ds(pl.multiple_of(first_key(of_keys), LANES), shape.kv_block)
+        matrix = quotient(n, shape.group), *shape.of_keys(at)
+        found = [(refs.key.at[matrix], refs.key_buffer), (refs.value.at[matrix], refs.value_buffer)]
         if shape.has_segments:
-            ids = refs.kv_ids.at[quotient(n, shape.heads), :, pl.ds(start, shape.kv_block)]
-            found.append((ids, refs.ids_buffer.at[slot]))
+            found.append((refs.kv_ids.at[quotient(n, shape.heads), :, at], refs.ids_buffer))
         return found
 
     def visit(of_keys: Any, slot: Any) -> None:
-        place = Place(q_start, of_keys * shape.kv_block, base)
-        if shape.kv_tail < shape.kv_block:
-
-            @pl.when(of_keys == shape.kv_blocks - 1)
-            def _() -> None:  # weights of 0 times what the buffer had before may be NaN
-                rest = shape.kv_block - shape.kv_tail
-                for buffer in (refs.key_buffer, refs.value_buffer):
-                    at = slot, *shape.of_keys(pl.ds(shape.kv_tail, rest))
-                    buffer[at] = jnp.zeros(shape.of_keys(rest), buffer.dtype)
+        start = first_key(of_keys)
+        place = Place(q_start, start, base, of_keys * shape.kv_block - start)
 
         def treat(branch: Branch) -> None:
             same = None
@@ -223,10 +212,4 @@ def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Plac
         for branch in blocks.branches(shape, place):
             pl.when(branch.applies)(partial(treat, branch))
 
-    last = shape.kv_blocks - 1
-    sizes: list[tuple[Callable[[Any], Any], int]] = [(lambda block: block == last, shape.kv_tail)]
-    if shape.kv_tail == shape.kv_block or not last:
-        sizes = [(lambda block: True, shape.kv_tail)]
-    else:
-        sizes.append((lambda block: block < last, shape.kv_block))
-    walk(refs, first, stop, following, block == 0, pairs, visit, sizes)
+    walk(refs, first, stop, following, block == 0, pairs, visit)
