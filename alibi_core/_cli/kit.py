@@ -58,7 +58,10 @@ def add_commands(commands: Any) -> None:
         "check", help="check results that a program wrote; DIR/FORMAT.md tells how to write them"
     )
     verify.add_argument("directory", metavar="DIR", help="the golden vectors")
-    verify.add_argument("results", metavar="RESULTS", help="the directory with results.json")
+    verify.add_argument("results", metavar="RESULTS", help="the safetensors file of results")
+    verify.add_argument(
+        "--dtype", default="float32", choices=DTYPES, help="the dtype of the computation (default float32)"
+    )
     verify.add_argument("--json", metavar="FILE", help="also write the report to this file")
     verify.set_defaults(run=_verify)
 
@@ -143,7 +146,7 @@ def _write(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from alibi_core.conformance import check_golden
 
-    report = check_golden(options.directory, options.results)
+    report = check_golden(options.directory, options.results, dtype=options.dtype)
     print(report)
     _write_json(options.json, report.to_dict())
     return 0 if report.passed else 1
