@@ -576,7 +576,7 @@ def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
 def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]], *, shares_first: bool = False) -> None:
     """Decode the sequences in turn, each in its steps, and compare the output of each step with the exact one."""
     cases = [trial.fitted(case) for case in cases]
-    answers = [trial.exact(case).output_without(trial.offer.tolerance) for case in cases]
+    answers = [trial.exact(case).output for case in cases]
     for number, start, end, actual, own in decoded(trial.caller, cases, steps, shares_first=shares_first):
         runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
         words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)
