@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -111,6 +112,20 @@ def test_gradients_are_those_of_finite_differences() -> None:
         for index in np.ndindex(*x.shape):
             actual = gradients[name].value.reshape(x.shape)[index]
             assert abs(finite_difference(inputs, name, index, cotangent) - actual) < 1e-8
+
+
+@given(case=cases(plain=True))
+def test_keys_that_are_left_out_move_results_within_a_budget_that_is_no_larger(case: Case) -> None:
+    problem, exact = case.exact("float64", 0.01), case.exact("float64")
+    order = np.argsort(problem.weights, axis=-1)
+    sums, left_out = np.take_along_axis(problem.weights, order, axis=-1).cumsum(axis=-1), np.empty(order.shape, bool)
+    np.put_along_axis(left_out, order, sums <= 0.01, axis=-1)
+    fewer = dataclasses.replace(problem, bias=np.where(left_out, -np.inf, problem.bias))
+    assert_within(fewer.output.value, problem.output)
+    assert (problem.output.budget - exact.output.budget).max() <= 0.0203 * np.abs(problem.value).max()
+    cotangent, distances = case.arrays["cotangent"], np.arange(float(case.sizes.lengths[1]))
+    for name, answer in problem.gradients(cotangent, distances).items():
+        assert_within(fewer.gradients(cotangent, distances)[name].value, answer)
 
 
 def test_a_query_that_may_look_nowhere_gives_zeros() -> None:
