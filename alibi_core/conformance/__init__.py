@@ -42,7 +42,6 @@ from alibi_core.conformance.libraries import (
 from alibi_core.conformance.mistaken import Mistaken
 from alibi_core.conformance.mistakes import MISTAKES
 from alibi_core.conformance.report import Report
-from alibi_core.conformance.worker import Settings as Settings
 from alibi_core.conformance.worker import supervised as supervised
 
 # fmt: off

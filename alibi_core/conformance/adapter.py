@@ -65,8 +65,8 @@ class Adapter(Protocol):
         dtype: ``"float32"`` (default), ``"float64"``, ``"float16"`` or ``"bfloat16"``.
         contract: The contract to check against: ``"exact"`` (default), ``"geometric"``, ``"bloom"``, ``"falcon"`` or
             ``"mpt"``.
-        features: The names in ``FEATURES`` that it offers. If missing, features are detected: by the parameter names of
-            ``attention``, and by whether a call raises NotImplementedError, TypeError or ValueError. This cannot detect
+        features: The names in ``FEATURES`` that it offers. If missing, those of each function are detected: by its
+            parameters, and by whether a call raises NotImplementedError, TypeError or ValueError. This cannot detect
             ``batch_offsets``, ``batch_slopes``, ``far`` and ``continuations``, which are then not tried. If given, a
             call that raises fails its law.
         tolerance: Share of a query's softmax weight that it may leave out, below 1. Default: the unit roundoff of its

@@ -233,18 +233,19 @@ class Case:
         slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
         return arguments | {"slopes": slopes, "grad_output": rounded(self.arrays["cotangent"], dtype)}
 
-    def exact(self, dtype: str, *, counted_from_anywhere: bool = False) -> Attention:
+    def exact(self, dtype: str, share: float = 0.0, *, counted_from_anywhere: bool = False) -> Attention:
         """Return the problem in float64, on inputs rounded to ``dtype``.
 
         Args:
             dtype: Dtype of the tensors.
+            share: Share of a row's weight that may be left out.
             counted_from_anywhere: Whether the budget allows a bias that is counted from any token of the row, not from
                 the nearest key.
         """
         c = Computation((), {}, **self.call(dtype))
-        bias, scale = masked_bias(c), self.scale
+        tensors, bias = (c.query, c.key, c.value), masked_bias(c)
         largest = largest_bias(c) if counted_from_anywhere else None
-        return Attention(c.query, c.key, c.value, bias=bias, scale=scale, dtype=dtype, largest_bias=largest)
+        return Attention(*tensors, bias, self.scale, dtype, largest_bias=largest, share=share)
 
     def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
         """Return the exact gradients by query, key, value, slopes and future slopes.
@@ -252,13 +253,13 @@ class Case:
         Args:
             dtype: Dtype of the tensors.
             share: Share of a row's weight that may be left out.
-            problem: The problem to differentiate. Default: the result of :meth:`exact`.
+            problem: The problem to differentiate. Default: ``exact(dtype, share)``.
         """
-        problem = self.exact(dtype) if problem is None else problem
+        problem = self.exact(dtype, share) if problem is None else problem
         c, answers = Computation((), {}, **self.call(dtype)), dict[str, Answer]()
         compute_bias(c)
         for name, multiplied in distances(c).items():
-            found = problem.gradients_without(share, c.grad_output, multiplied)
+            found = problem.gradients(c.grad_output, multiplied)
             answer = found.pop("slopes")
             answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
         return answers

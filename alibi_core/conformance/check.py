@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,7 +29,7 @@ def check(
     profile: str = "quick",
     seed: int = 0,
     laws: Iterable[str] | None = None,
-    on_law: Callable[[str, LawReport | None], None] | None = None,
+    on_law: Callable[[str, Report], object] | None = None,
 ) -> Report:
     """Check an implementation of ALiBi against its laws.
 
@@ -41,7 +42,7 @@ def check(
         profile: ``"quick"`` (about 20 cases a law, rows of up to 4,096 keys) or ``"thorough"`` (400, and 20,000 keys).
         seed: Seed of the cases; the same seed gives the same cases.
         laws: Names of the laws to check. Default: all.
-        on_law: Called with each law's name and None before it is tried, and with its name and report afterwards.
+        on_law: Called before each law with its name, and with the report on the laws before it, not yet diagnosed.
 
     Returns:
         The report; ``report.passed`` says whether the adapter keeps the laws of its contract.
@@ -62,25 +63,27 @@ def check(
     seed = checks.non_negative_int("seed", seed)
     by_name = {law.name: law for law in LAWS}
     names = tuple(by_name) if laws is None else checks.some_of("laws", laws, tuple(by_name))
+    about: dict[str, Any] = {"name": offer.name, "dtype": offer.dtype, "contract": offer.contract}
+    about |= {"profile": profile, "seed": seed}
     start, caller = time.monotonic(), Caller(offer)
     reports: dict[str, LawReport] = {}
     failures: dict[str, list[tuple[Law, DepartureError | CallError]]] = {}
     # Exact results may underflow: ignore the user's NumPy error settings.
     with np.errstate(all="ignore"):
-        refusals = find_refusals(caller)
+        refusals_of = functools.cache(functools.partial(find_refusals, caller))
 
         def features_of(function: str) -> frozenset[str]:
-            return offer.features_of(function if function in FUNCTIONS else offer.main) - refusals.keys()
+            return offer.features_of(function) - refusals_of(function).keys()
 
         for name in names:
             if on_law is not None:
-                on_law(name, None)
+                on_law(name, Report(**about, features=(), laws=tuple(reports.values())))
             law = by_name[name]
-            reports[name], error = try_law(law, Trial(caller, features_of(law.function), examples, seed), refusals)
+            function = law.function if law.function in FUNCTIONS else offer.main
+            trial = Trial(caller, features_of(function), examples, seed)
+            reports[name], error = try_law(law, trial, refusals_of(function))
             if error is not None:
                 failures.setdefault(law.function, []).append((law, error))
-            if on_law is not None:
-                on_law(name, reports[name])
         # One diagnosis for each function, from all laws that it breaks.
         for function, broken in failures.items():
             errors = [(law.statement, error) for law, error in broken]
@@ -89,7 +92,7 @@ def check(
                 found = whose_slopes(caller, by_name["slopes"]) or found
             reports |= {law.name: replace(reports[law.name], diagnoses=found) for law, _ in broken}
     seconds, ordered = time.monotonic() - start, tuple(sorted(features_of(offer.main)))
-    return Report(offer.name, offer.dtype, offer.contract, ordered, profile, seed, tuple(reports.values()), seconds)
+    return Report(**about, features=ordered, laws=tuple(reports.values()), seconds=seconds)
 
 
 def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport, DepartureError | CallError | None]:
@@ -129,8 +132,8 @@ def whose_slopes(caller: Caller, law: Law) -> tuple[Diagnosis, ...]:
     return ()
 
 
-def find_refusals(caller: Caller) -> dict[str, str]:
-    """Return the features that the adapter's main function refuses though its parameters allow them, with its words.
+def find_refusals(caller: Caller, function: str) -> dict[str, str]:
+    """Return the features that a function of the adapter refuses though its parameters allow them, with its words.
 
     A trial call that crashes counts as offered, so that a law reports the crash. Declared features are not tried.
     """
@@ -139,13 +142,14 @@ def find_refusals(caller: Caller) -> dict[str, str]:
         "attention": caller.attention,
         "attention_grad": caller.gradients,
         "bias": lambda case: caller.bias(case.num_heads, *case.sizes.lengths, case.arguments.get("is_causal", True)),
+        "decode_step": lambda case: caller.decode_step(case.arrays, case.arrays["slopes"], None),
     }
-    if offer.declared is not None or offer.main not in calls:
+    if offer.declared is not None or function not in offer.functions.keys() & calls.keys():
         return {}
-    features = offer.features_of(offer.main)
-    for feature in sorted(features & _PROBES.keys()):
+    features = offer.features_of(function)
+    for feature in sorted(features & _PROBES.keys()) if function != "decode_step" else ["grouped"]:
         try:
-            calls[offer.main](Trial(caller, features).fitted(_PROBES[feature]))
+            calls[function](Trial(caller, features).fitted(_PROBES[feature]))
         except CallError as error:
             refusals |= {feature: str(error)} if error.kind == "refused" else {}
     return refusals

@@ -20,8 +20,8 @@ from alibi_core.conformance import reference
 from alibi_core.conformance.adapter import Offer
 from alibi_core.conformance.caller import Caller, CallError, DepartureError, decoded
 from alibi_core.conformance.case import Case, Sizes
-from alibi_core.conformance.laws import all_gradients, large_case
-from alibi_core.conformance.mistaken import Simulation
+from alibi_core.conformance.laws import all_gradients
+from alibi_core.conformance.mistaken import simulated
 from alibi_core.conformance.mistakes import CATALOGUE
 from alibi_core.conformance.oracle import U32, UNIT_ROUNDOFF, excess
 from alibi_core.conformance.reference import CONDITIONS, STEP_CONDITIONS, TENSORS, Active, Mistake, Values
@@ -153,7 +153,7 @@ class Probe:
         # A condition that the only call meets makes no difference.
         key = tuple((name, where if self.calls > 1 else None) for name, where in made)
         if key not in self._simulated:
-            answers = self.ask(Simulation(mistakes, self.offer.dtype, self.offer.contract))
+            answers = self.ask(simulated(mistakes, self.offer))
             first = next(iter(self._simulated.values()), answers)  # most mistakes change nothing: one copy, for memory
             self._simulated[key] = first if _same(first, answers) else answers
         return self._simulated[key]
@@ -444,11 +444,8 @@ def _probes_of_failure(trial: Trial, function: str, failure: DepartureError) -> 
 
 def off_by(trial: Trial, function: str, law: str, failure: DepartureError) -> str:
     """Return the sentence about a failure that no known mistake explains: the law, the sizes, and the error."""
-    what, where, amount = "results are", "", failure.remark
-    if function == "attention_grad":
-        what = f"the gradient of {failure.part} is"
-    if failure.case is not None and function.startswith("attention"):
-        where = from_which_size(trial, function, failure.case)
+    what = f"The gradient of {failure.part} is" if function == "attention_grad" else "Results are"
+    amount = failure.remark
     if not amount:
         expected, unit = failure.expected.value, UNIT_ROUNDOFF[trial.offer.dtype]
         share, finite = float(excess(failure.actual, failure.expected).max(initial=0)), np.isfinite(expected)
@@ -458,49 +455,4 @@ def off_by(trial: Trial, function: str, law: str, failure: DepartureError) -> st
         # An error of about one unit of a lower precision suggests rounding to it.
         low = [x for x, u in UNIT_ROUNDOFF.items() if u > unit and 0.1 < error / u < 4]
         amount += f", about as much as rounding to {' or '.join(low)}" if low else ""
-    sentence = f"{where}{what} {amount} ({failure.inputs})."
-    return f"Not so: {law[0].lower()}{law[1:]}. {sentence[0].upper()}{sentence[1:]}"
-
-
-AXES = {
-    "head_dim": "features a head",
-    "batch": "batch entries",
-    "num_kv_heads": "heads",
-    "group": "query heads to a key/value head",
-    "lengths": "tokens",
-}
-
-
-def from_which_size(trial: Trial, function: str, case: Case) -> str:
-    """Return the size of an axis from which on results are wrong, in words; empty if no single axis decides it."""
-    sizes = case.sizes
-    form = case.form if case.form in ("causal", "symmetric") else "causal"
-
-    def is_right(axis: str, number: int) -> bool:
-        q_len, kv_len = sizes.lengths
-        value: Any = (number if q_len == kv_len else min(q_len, number), number) if axis == "lengths" else number
-        tried = large_case(dataclasses.replace(sizes, **{axis: value}), case.seed, form)
-        try:
-            trial.attention(tried) if function == "attention" else trial.gradients(tried, all_gradients(trial))
-        except (DepartureError, CallError):
-            return False
-        return True
-
-    # Bisect, powers of two first: most limits of code are there. The smallest first: large cases take long.
-    powers = [number for power in range(3, 12) for number in (2**power, 2**power + 1)]
-    for axis, words in AXES.items():
-        right, wrong = 6, sizes.lengths[1] if axis == "lengths" else getattr(sizes, axis)
-        if wrong <= 8 or not is_right(axis, right) or is_right(axis, wrong):
-            continue
-        while wrong - right > 1:
-            number = next((x for x in powers if right < x < wrong), (right + wrong) // 2)
-            right, wrong = (number, wrong) if is_right(axis, number) else (right, number)
-        words = "key/value heads" if axis == "num_kv_heads" and sizes.group > 1 else words
-        if not is_right(axis, wrong + 1):
-            return f"with more than {right} {words}, "
-        for block in (8, 16, 32, 64, 128, 256):
-            if wrong % block <= 1 and not is_right(axis, wrong + block) and is_right(axis, wrong + block - 1):
-                beyond = "1 beyond a multiple" if wrong % block else "a multiple"
-                return f"where the number of {words} is {beyond} of {block}, "
-        return f"with {wrong} {words}, but not with one more or fewer, "
-    return ""
+    return f"Not so: {law[0].lower()}{law[1:]}. {what} {amount} ({failure.inputs})."

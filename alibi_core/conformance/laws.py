@@ -495,24 +495,12 @@ def some_gradients(trial: Trial) -> Iterator[Case]:
 # --- Decoding ---------------------------------------------------------------------------------------------------------
 
 
-def decodes_groups(trial: Trial) -> bool:
-    """Return whether decoding supports grouped heads: the declaration, or else whether a call is not refused."""
-    if "grouped" not in trial.features or trial.offer.declared is not None:
-        return "grouped" in trial.features
-    case = trial.fitted(Case(GROUPED[0]))
-    try:
-        trial.caller.decode_step({name: case.arrays[name] for name in TENSORS}, case.arrays["slopes"], None)
-    except CallError as error:
-        return error.kind != "refused"
-    return True
-
-
 @law("decode_step")
 def decoding(trial: Trial) -> None:
     """Decoding in steps equals attention to the whole, and sequences do not mix."""
     whole = ((7,), (3, 1, 3), (1, 3, 3), (3, 1, 1, 1, 1), (1,) * 7)  # few lengths of steps: each is compiled
     tries = [(PLAIN[1], steps) for steps in ((2,), (1, 1))] + [(SQUARE, steps) for steps in whole]
-    tries += [(GROUPED[-1], steps) for steps in whole[1:]] if decodes_groups(trial) else []
+    tries += [(GROUPED[-1], steps) for steps in whole[1:]] if "grouped" in trial.features else []
     for sizes, steps in tries:
         for seed in (0, 2 + trial.seed):
             decode(trial, [Case(sizes, seed=seed + i) for i in range(2)], [steps, steps])
@@ -525,7 +513,7 @@ CHUNKS = (17, 64, 100)
 @law("decode_step")
 def long_decoding(trial: Trial) -> None:
     """Decoding equals attention to the whole after several hundred tokens, too, however many come at a time."""
-    heads = (2, 2) if decodes_groups(trial) else (3, 1)
+    heads = (2, 2) if "grouped" in trial.features else (3, 1)
     sizes = Sizes(2, *heads, (MOST_TOKENS, MOST_TOKENS), 32)
     usual, recalling, rng = Case(sizes, seed=trial.seed), recalled(sizes, trial.seed), random.Random(trial.seed)
     decode(trial, [recalling], [(1,) * MOST_TOKENS])
@@ -576,7 +564,7 @@ def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
 def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]], *, shares_first: bool = False) -> None:
     """Decode the sequences in turn, each in its steps, and compare the output of each step with the exact one."""
     cases = [trial.fitted(case) for case in cases]
-    answers = [trial.exact(case).output_without(trial.offer.tolerance) for case in cases]
+    answers = [trial.exact(case).output for case in cases]
     for number, start, end, actual, own in decoded(trial.caller, cases, steps, shares_first=shares_first):
         runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
         words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from alibi_core._arrays import checks
 from alibi_core.conformance import reference
-from alibi_core.conformance.adapter import FEATURES, FUNCTIONS
-from alibi_core.conformance.case import Case
+from alibi_core.conformance.adapter import FEATURES, FUNCTIONS, Offer
+from alibi_core.conformance.caller import Caller
 from alibi_core.conformance.mistakes import CATALOGUE
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF, rounded
-from alibi_core.conformance.reference import TENSORS, Active, Computation, Values
+from alibi_core.conformance.reference import Active, Computation, Values
 
 
 class Mistaken:
@@ -50,18 +51,18 @@ class Mistaken:
         self.name, self.dtype, self.features = " and ".join(mistakes) or "right", dtype, features
         if features is None:
             self.features = frozenset(FEATURES) - ({"far"} if dtype == "float64" else set())
-        made = [(CATALOGUE[name], where) for name in mistakes]
-        self._made = {function: made if function in functions else [] for function in FUNCTIONS}
+        self.contract, made = "exact", [(CATALOGUE[name], where) for name in mistakes]
+        self._made: dict[str, Active] = {function: made if function in functions else [] for function in FUNCTIONS}
         self._own = np.float64 if dtype == "float64" else np.float32
         self._state: dict[Any, Any] = {}
 
     def slopes(self, num_heads: int) -> Values:
         """Return ``[num_heads]``."""
-        return reference.make_slopes(self._made["slopes"], num_heads).astype(self._own)
+        return reference.make_slopes(self._made["slopes"], num_heads, self.contract).astype(self._own)
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
         """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
-        slopes = reference.make_slopes(self._made["bias"], num_heads)
+        slopes = reference.make_slopes(self._made["bias"], num_heads, self.contract)
         return reference.make_bias(self._made["bias"], slopes, q_len, kv_len, is_causal).astype(self._own)
 
     def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
@@ -97,29 +98,8 @@ class Mistaken:
         return rounded(values, self.dtype).astype({"float16": np.float16}.get(self.dtype, self._own))
 
 
-class Simulation:
-    """Mistakes in float64, with the methods of :class:`Caller`, for inputs of this dtype and contract."""
-
-    def __init__(self, mistakes: Active, dtype: str, contract: str) -> None:
-        self.mistakes, self.dtype, self.contract, self.state = mistakes, dtype, contract, dict[Any, Any]()
-
-    def slopes(self, num_heads: int) -> Values:
-        """Return ``[num_heads]``."""
-        return reference.make_slopes(self.mistakes, num_heads, self.contract)
-
-    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
-        """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
-        return reference.make_bias(self.mistakes, self.slopes(num_heads), q_len, kv_len, is_causal)
-
-    def attention(self, case: Case) -> Values:
-        """Return ``[batch, num_heads, q_len, head_dim]``."""
-        return reference.attend(Computation(self.mistakes, self.state, **case.call(self.dtype)))
-
-    def gradients(self, case: Case) -> dict[str, Values]:
-        """Return gradients by name."""
-        return reference.differentiate(Computation(self.mistakes, self.state, **case.call(self.dtype)))
-
-    def decode_step(self, tensors: Mapping[str, Values], slopes: Values, cache: Any) -> tuple[Values, Any]:
-        """Return the output of the next tokens, and all keys and values so far."""
-        query, key, value = (rounded(tensors[name], self.dtype) for name in TENSORS)
-        return reference.decode_step(self.mistakes, self.state, query, key, value, slopes, cache)
+def simulated(mistakes: Active, offer: Offer) -> Caller:
+    """Return a caller of these mistakes, computed in float64 from inputs of the offer's dtype."""
+    wrong = Mistaken(dtype="float64")
+    wrong.contract, wrong._made = offer.contract, dict.fromkeys(FUNCTIONS, mistakes)
+    return Caller(replace(offer, functions={name: getattr(wrong, name) for name in FUNCTIONS}))

@@ -129,6 +129,7 @@ class Attention:
     dtype: str
     # The largest size of a bias, [batch, heads, 1, 1], if it may be counted from any token of the row.
     largest_bias: Values | None = field(default=None, kw_only=True)
+    share: float = field(default=0.0, kw_only=True)  # keys that together hold this share of a row may be left out
 
     @property
     def group(self) -> int:
@@ -183,10 +184,15 @@ class Attention:
     @property
     def output(self) -> Answer:
         """The result, ``[batch, heads, q_len, head_dim]``."""
-        return self._answer("output", self._weight_terms.times(self.values))
+        # The factor 1.01 is a margin for rounding.
+        largest = np.abs(self.values).max(axis=(2, 3), keepdims=True, initial=0) * 1.01
+        return self._answer("output", self._weight_terms.times(self.values), 2 * self.share * largest)
 
-    def _answer(self, name: str, terms: Terms) -> Answer:
-        """Return the result ``name``, ``"output"`` or the name of a gradient, from its terms."""
+    def _answer(self, name: str, terms: Terms, moved: Values) -> Answer:
+        """Return the result ``name``, ``"output"`` or the name of a gradient.
+
+        ``terms`` bound the effect of rounding, and ``moved`` that of keys that are left out.
+        """
         (q_len, head_dim), kv_len = self.query.shape[2:], self.key.shape[2]
         if name == "output":
             # Scores (their error twice), exp (4 u), the sum of weights, the division; then the sum of values.
@@ -199,17 +205,14 @@ class Attention:
         # Sums round in float32 (or float64), stored tensors in their dtype.
         by_size = (sums * u + stored * unit) * terms.by_size
         value = -terms.value if name == "slopes" else terms.value
-        return Answer(value, scores * u * terms.by_score + by_size + tiny * (terms.tiny + 1))
-
-    def output_without(self, share: float) -> Answer:
-        """Return the result, with a budget for leaving out keys that together hold ``share`` of a row's weight."""
-        answer = self.output
-        # The factor 1.01 is a margin for rounding.
-        largest = np.abs(self.values).max(axis=(2, 3), keepdims=True, initial=0) * 1.01
-        return Answer(answer.value, answer.budget + 2 * share * largest)
+        return Answer(value, scores * u * terms.by_score + by_size + tiny * (terms.tiny + 1) + moved)
 
     def gradients(self, cotangent: Values, distances: Values) -> dict[str, Answer]:
         """Return the gradients of ``sum(output * cotangent)`` by query, key, value and slopes ``[batch, heads]``.
+
+        If keys are left out, the weights w of a row change by 2 * share in total. The gradient of a score is
+        w * (d - mean), where d is the gradient of the weight, and both d and the mean are at most D in size. Along a
+        row the changes of w contribute at most 2 * share * 2 D, and the change of the mean another 2 * share * D.
 
         Args:
             cotangent: ``[batch, heads, q_len, head_dim]``.
@@ -228,27 +231,16 @@ class Attention:
             "value": self._weight_terms.map(_transposed).times(cotangent).map(self._per_kv_head),
             "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
         }
-        return {name: self._answer(name, x) for name, x in terms.items()}
-
-    def gradients_without(self, share: float, cotangent: Values, distances: Values) -> dict[str, Answer]:
-        """Return the gradients, with a budget for leaving out keys that together hold ``share`` of a row's weight.
-
-        The weights w of a row then change by 2 * share in total. The gradient of a score is w * (d - mean), where d is
-        the gradient of the weight, and both d and the mean are at most D in size. Along a row the changes of w
-        contribute at most 2 * share * 2 D, and the change of the mean another 2 * share * D.
-        """
-        d_weights = np.abs(cotangent @ self.values.swapaxes(-1, -2))
-        by_row = 6.1 * share * np.where(np.isfinite(self.bias), d_weights, 0).max(axis=-1, initial=0)
+        by_row = 6.1 * self.share * np.where(self._visible, abs(d_weights), 0).max(axis=-1, initial=0)
         by_key = (by_row[..., None] * np.abs(self.query)).sum(axis=2, keepdims=True)
-        # By output: how far the gradient moves if keys are left out.
+        # How far each gradient moves if keys are left out.
         moved = {
             "query": abs(self.scale) * by_row[..., None] * np.abs(self.keys).max(axis=2, keepdims=True, initial=0),
             "key": abs(self.scale) * self._per_kv_head(by_key),
-            "value": self._per_kv_head(2.1 * share * np.abs(cotangent).sum(axis=2, keepdims=True)),
+            "value": self._per_kv_head(2.1 * self.share * np.abs(cotangent).sum(axis=2, keepdims=True)),
             "slopes": (by_row * np.abs(distances).max(axis=-1, initial=0)).sum(axis=-1),
         }
-        exact = self.gradients(cotangent, distances)
-        return {name: Answer(x.value, x.budget + moved[name]) for name, x in exact.items()}
+        return {name: self._answer(name, x, moved[name]) for name, x in terms.items()}
 
     def _per_kv_head(self, x: Values) -> Values:
         # [batch, kv_heads, group, ...]

@@ -74,9 +74,10 @@ class Trial:
 
     def exact(self, case: Case) -> Attention:
         """Return the exact problem of a case, with error budgets for the adapter's dtype and contract."""
-        problem = case.exact(self.offer.dtype, counted_from_anywhere="far" not in self.features)
-        contract = named(self.offer.contract)
-        if self.offer.has_slopes or not contract.is_key_only:
+        offer, is_near = self.offer, "far" not in self.features
+        problem = case.exact(offer.dtype, offer.tolerance, counted_from_anywhere=is_near)
+        contract = named(offer.contract)
+        if offer.has_slopes or not contract.is_key_only:
             return problem
         (q_len, kv_len), offset = case.sizes.lengths, case.arguments.get("q_offset")
         bias = alibi_core.bias(case.num_heads, q_len, kv_len, q_offset=offset, contract=contract.name)
@@ -91,7 +92,7 @@ class Trial:
         actual, problem = self._called("attention", case), self.exact(case)
         if not nowhere:
             actual = np.where(np.isfinite(problem.bias).any(axis=-1, keepdims=True), actual, 0.0)
-        self.compare("attention", str(case), actual, problem.output_without(self.offer.tolerance), case)
+        self.compare("attention", str(case), actual, problem.output, case)
 
     def gradients(self, case: Case, names: tuple[str, ...]) -> None:
         """Check the adapter's gradients by these inputs in a case."""
@@ -100,7 +101,7 @@ class Trial:
         if "nowhere" not in self.features and not np.isfinite(problem.bias).any(axis=-1).all():
             return
         actual = self._called("gradients", case)
-        for name, answer in case.gradients(self.offer.dtype, self.offer.tolerance, problem=problem).items():
+        for name, answer in case.gradients(self.offer.dtype, problem=problem).items():
             is_asked = name in names and (case.wrt is None or name in case.wrt)
             if not is_asked or ("slopes" in name and not self.offer.has_slopes):
                 continue

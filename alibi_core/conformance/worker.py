@@ -1,6 +1,7 @@
 """Checks in a separate process, so that a hang or crash of an adapter does not take the caller down.
 
-Run as a program, this file is that process: it writes pickled events (dictionaries) to its standard output.
+Run as a program, this file is that process: before each law it writes the report so far to its standard output, pickled
+with the number of adapters and whether the report is complete.
 """
 
 from __future__ import annotations
@@ -16,85 +17,56 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from alibi_core.conformance.adapter import FUNCTIONS, Offer
 from alibi_core.conformance.check import check
-from alibi_core.conformance.report import LawReport, Report
+from alibi_core.conformance.report import Report
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of ``check``, the seconds that one call may take, and ``dtypes`` to check; () for all."""
-
-    profile: str
-    seed: int
-    time_limit: float
-    laws: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-
-
-def supervised(source: str, settings: Settings) -> Iterator[Report | str]:
+def supervised(source: str, *, time_limit: float, **asked: Any) -> Iterator[Report | str]:
     """Check each adapter of ``package.module:name`` in a separate process, and yield the reports.
 
-    A string is yielded in their place if there is no adapter: it says why. After a crash, a new process starts at the
-    next adapter.
+    ``asked`` are ``profile``, ``seed`` and ``laws``, as for :func:`check`, and the ``dtypes`` of the adapters to check;
+    empty laws and dtypes stand for all. A call may take ``time_limit`` seconds.
+
+    A string is yielded in place of reports if there is no adapter: it says why. After a crash, a new process starts at
+    the next adapter.
     """
     first, count = 0, 1
-    while first < count:
-        about: dict[str, Any] = {"name": source, "dtype": "float32", "contract": "exact"}
-        law, done = "", list[LawReport]()
-        for event in _events(source, settings, first):
-            if "missing" in event:
-                yield event["missing"]
-                return
-            count, law = event.get("count", count), event.get("law", law)
-            if "about" in event:
-                about, law, done = event["about"], "", []
-            done += [event["law_report"]] if "law_report" in event else []
-            if "report" in event:
-                yield event["report"]
-                first += 1
-            if "crash" in event:
-                crash = event["crash"] + (f" in law {law}" if law else "")
-                known = {"features": (), "profile": settings.profile, "seed": settings.seed, "laws": tuple(done)}
-                yield Report(**about | known, crash=crash)
-                first += 1
-
-
-def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of a worker until it ends; if it dies or hangs, the last event is a crash."""
-    request = json.dumps(asdict(settings) | {"source": source, "first": first})
     # runpy warns that the package has imported this module already.
-    quiet = "ignore::RuntimeWarning:runpy"
-    command = [sys.executable, "-u", "-W", quiet, "-m", "alibi_core.conformance.worker", request]
-    event: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
-        assert process.stdout is not None
-        try:
-            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # raised when the process has ended
-                while True:
-                    event = pickle.load(process.stdout)
-                    yield event
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        errors.seek(0)
-        printed = errors.read()
-    print(printed, end="", file=sys.stderr)  # what the adapter printed, and where it hung or crashed
+    command = [sys.executable, "-u", "-W", "ignore::RuntimeWarning:runpy", "-m", "alibi_core.conformance.worker"]
+    while first < count:
+        report: Any = Report(source, "float32", "exact", (), asked["profile"], asked["seed"], ())
+        request = json.dumps(asked | {"source": source, "first": first, "time_limit": time_limit})
+        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+            with subprocess.Popen([*command, request], stdout=subprocess.PIPE, stderr=errors) as process:
+                assert process.stdout is not None
+                try:
+                    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # raised when the process has ended
+                        while True:
+                            count, report, is_complete = pickle.load(process.stdout)
+                            if is_complete:
+                                yield report
+                                first += 1
+                    process.wait()
+                finally:
+                    process.kill()
+            errors.seek(0)
+            printed = errors.read()
+        print(printed, end="", file=sys.stderr)  # what the adapter printed, and where it hung or crashed
+        if first < count:
+            yield replace(report, crash=_how_it_ended(process.returncode, printed, time_limit) + report.crash)
+            first += 1
+
+
+def _how_it_ended(code: int, printed: str, time_limit: float) -> str:
     said = printed.strip().splitlines()
-    if "done" in event:
-        return
     if any(line.startswith("Timeout (") for line in said):  # printed by faulthandler
-        yield {"crash": f"a call did not return within {settings.time_limit:g} s"}
-        return
-    code = process.returncode
+        return f"a call did not return within {time_limit:g} s"
     how = f"signal {-code}" if code < 0 else f"exit status {code}"
-    yield {"crash": f"the process ended with {how}{': ' + said[-1] if said else ''}"}
+    return f"the process ended with {how}{': ' + said[-1] if said else ''}"
 
 
 def load(source: str) -> list[Any]:
@@ -132,31 +104,30 @@ def limited(offer: Offer, seconds: float) -> Offer:
 
 def main(request: dict[str, Any]) -> None:
     """Check the adapters of one source, from index ``request["first"]`` on."""
-    # Keep a copy of standard output for events only.
-    events = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # send prints of the adapter to standard error, away from the events
+    # Keep a copy of standard output for reports only.
+    reports = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # send prints of the adapter to standard error, away from the reports
 
-    def tell(**event: Any) -> None:
-        pickle.dump(event, events)
-        events.flush()
-
-    def on_law(name: str, report: LawReport | None) -> None:
-        tell(**({"law": name} if report is None else {"law_report": report}))
+    def tell(*told: Any) -> None:
+        pickle.dump(told, reports)
+        reports.flush()
 
     sys.path.insert(0, os.getcwd())
     try:
         offers = [limited(Offer.of(adapter), request["time_limit"]) for adapter in load(request["source"])]
     except (Exception, SystemExit) as error:
-        tell(missing=f"{type(error).__name__}: {error}", done=True)
+        tell(1, f"{type(error).__name__}: {error}", True)
         return
     # Filter before indexing: "first" counts the chosen adapters.
     offers = [offer for offer in offers if not request["dtypes"] or offer.dtype in request["dtypes"]]
-    tell(count=len(offers))
     chosen = {"profile": request["profile"], "seed": request["seed"], "laws": request["laws"] or None}
     for offer in offers[request["first"] :]:
-        tell(about={name: getattr(offer, name) for name in ("name", "dtype", "contract")})
-        tell(report=check(offer, **chosen, on_law=on_law))
-    tell(done=True)
+
+        def on_law(law: str, so_far: Report) -> None:
+            tell(len(offers), replace(so_far, crash=f" in law {law}"), False)
+
+        tell(len(offers), check(offer, **chosen, on_law=on_law), True)
+    tell(len(offers), None, False)
 
 
 if __name__ == "__main__":

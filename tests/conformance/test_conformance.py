@@ -11,7 +11,7 @@ import pytest
 
 import alibi_core
 from alibi_core.conformance import LAWS, BackendAdapter, Library, installed_adapters
-from alibi_core.conformance.testing import Attention, Rules, penalties, rounded
+from alibi_core.conformance.testing import Attention, penalties, rounded
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import (
     BACKENDS,
@@ -127,6 +127,6 @@ def test_default_slopes_are_the_canonical_ones(backend: Backend) -> None:
     rng = np.random.default_rng(4)
     query, key, value = (rng.standard_normal((1, 3, 7, 5)) for _ in range(3))
     canonical = np.asarray([2.0**-4, 2.0**-8, 2.0**-2])
-    bias = penalties(Rules(canonical, q_offset=0), 1, 3, 7, 7)
+    bias = penalties((1, 3, 7, 7), canonical)
     problem = Attention(*(rounded(x, "float32") for x in (query, key, value)), bias, 5**-0.5, "float32")
     assert_within(backend.attention(query, key, value, dtype="float32"), problem.output)

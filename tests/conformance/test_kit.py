@@ -110,6 +110,20 @@ def test_gradients_and_a_bias_need_not_take_all_that_attention_takes() -> None:
     assert "unexpected keyword argument" in report.diagnoses[0].sentence
 
 
+def test_each_function_refuses_for_itself() -> None:
+    class CausalGradients(Mistaken):
+        def attention_grad(self, *tensors: Any, is_causal: bool, **arguments: Any) -> Any:
+            if not is_causal:
+                raise NotImplementedError("causal only")
+            return super().attention_grad(*tensors, is_causal=is_causal, **arguments)
+
+    adapter = CausalGradients()
+    adapter.features = None  # type: ignore[assignment]
+    report = check(adapter, laws=["symmetric", "gradients", "slope_gradients"])
+    assert report.passed, report
+    assert "symmetric" in report.features
+
+
 def test_a_law_whose_cases_all_need_another_feature_is_not_offered() -> None:
     report = check(Mistaken(features={"nowhere"}), laws=["causal", "nowhere"])
     assert [law.status for law in report.laws] == ["passed", "not offered"]

@@ -21,8 +21,7 @@ SAME = {
     "diagonal block dropped: 256": "last partial block dropped",  # the same in texts of less than a block
 }
 BESIDE_OTHERS = "slope gradient of the right bias"  # alone it is no mistake
-# The order of rounded sums is unknown, and few probes have such sizes: the report says where results are off.
-MEASURED = ("scores", "products", "beyond: 64")
+MEASURED = ("scores", "products")  # the order of rounded sums is unknown: the report says by how much results are off
 
 
 def first_failure(adapter: Any, laws: tuple[str, ...]) -> Report | None:
@@ -268,31 +267,6 @@ def test_slopes_that_are_cached_by_few_sizes_are_told_to_be_stale(cached_by: sli
 
     report = check(SimpleNamespace(attention=attention, features=()), laws=["causal"])
     assert [x.key for x in report.diagnoses] == ["stale slopes"], str(report)
-
-
-WRONG_FROM = [
-    (
-        "tokens",
-        lambda q, k: k.shape[2] % 64 == 1 < k.shape[2],
-        "Where the number of tokens is 1 beyond a multiple of 64",
-    ),
-    ("features", lambda q, k: q.shape[3] > 64, "With more than 64 features a head"),
-    ("batch", lambda q, k: q.shape[0] > 8, "With more than 8 batch entries"),
-    ("just", lambda q, k: q.shape[3] == 80, "With 80 features a head, but not with one more or fewer"),
-]
-WRONG_FROM = [pytest.param(*x, id=name, marks=[pytest.mark.slow] * (name != "tokens")) for name, *x in WRONG_FROM]
-
-
-@pytest.mark.parametrize(("is_wrong", "words"), WRONG_FROM)
-def test_what_has_no_name_is_told_by_the_size_from_which_on_it_is_wrong(is_wrong: Any, words: str) -> None:
-    class Odd(Mistaken):
-        def attention(self, query: Any, key: Any, value: Any, *rest: Any, **arguments: Any) -> Any:
-            factor = np.float32(1.1 if is_wrong(query, key) else 1)
-            return super().attention(query, key, value * factor, *rest, **arguments)
-
-    report = first_failure(Odd(features=()), ("long", "large"))
-    assert report is not None
-    assert f"{words}, " in report.diagnoses[0].sentence
 
 
 def bias_adapter(compute: Callable[..., Any]) -> Any:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 
-from alibi_core.conformance.testing import Attention, Case, Rules, Sizes, cases, penalties, rounded
+from alibi_core.conformance.testing import Attention, Case, Sizes, cases, penalties, rounded
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 
 
-def looped_penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> np.ndarray:
-    """Return the bias ``[batch, heads, q_len, kv_len]``, -inf where masked, one element at a time."""
-    result = np.full((batch, heads, q_len, kv_len), -np.inf)
-    slopes = np.broadcast_to(rules.slopes, (batch, heads))
-    future = slopes if rules.future_slopes is None else np.broadcast_to(rules.future_slopes, (batch, heads))
-    mask = np.broadcast_to(True if rules.mask is None else rules.mask, result.shape)
-    offsets = np.broadcast_to(rules.q_offset, (batch,))
-    ids = ((rules.q_segment_ids, q_len), (rules.kv_segment_ids, kv_len))
-    q_ids, kv_ids = (np.broadcast_to(0 if x is None else x, (batch, n)) for x, n in ids)
-    for b, h, i, j in np.ndindex(*result.shape):
+def looped_penalties(
+    shape: tuple[int, ...],
+    slopes: np.ndarray,
+    *,
+    q_offset: Any = None,
+    is_causal: bool = True,
+    future_slopes: Any = None,
+    window_size: int | None = None,
+    segment_ids: Any = (0, 0),
+    mask: Any = True,
+) -> np.ndarray:
+    """Return the bias of ``shape`` ``[batch, heads, q_len, kv_len]``, -inf where masked, one element at a time."""
+    result, (batch, heads, *lengths) = np.full(shape, -np.inf), shape
+    future = np.broadcast_to(slopes if future_slopes is None else future_slopes, (batch, heads))
+    slopes, mask = np.broadcast_to(slopes, (batch, heads)), np.broadcast_to(mask, shape)
+    offsets = np.broadcast_to(lengths[1] - lengths[0] if q_offset is None else q_offset, (batch,))
+    q_ids, kv_ids = (np.broadcast_to(x, (batch, n)) for x, n in zip(segment_ids, lengths, strict=True))
+    for b, h, i, j in np.ndindex(*shape):
         ahead = int(j - (offsets[b] + i))  # how many tokens the key lies after the query
-        if rules.is_causal and ahead > 0:
+        if is_causal and ahead > 0:
             continue
-        if rules.window_size is not None and abs(ahead) > rules.window_size:
+        if window_size is not None and abs(ahead) > window_size:
             continue
         if q_ids[b, i] != kv_ids[b, j] or not mask[b, h, i, j]:
             continue
@@ -49,13 +60,12 @@ def looped_output(problem: Attention) -> np.ndarray:
 
 @given(case=cases())
 def test_the_bias_is_that_of_plain_loops(case: Case) -> None:
-    arguments, (q_len, kv_len) = case.arguments | {"q_segment_ids": None, "kv_segment_ids": None}, case.sizes.lengths
-    if arguments.pop("segment_ids", None) is not None:
-        arguments["q_segment_ids"], arguments["kv_segment_ids"] = case.segment_ids
-    rules = Rules(case.arrays["slopes"], **{"q_offset": kv_len - q_len} | arguments)
-    shape = (case.sizes.batch, case.num_heads, q_len, kv_len)
-    np.testing.assert_array_equal(case.exact("float64").bias, looped_penalties(rules, *shape))
-    np.testing.assert_array_equal(penalties(rules, *shape), case.exact("float64").bias)
+    arguments, slopes = case.arguments, case.arrays["slopes"]
+    if "segment_ids" in arguments:
+        arguments = arguments | {"segment_ids": case.segment_ids}
+    shape = (case.sizes.batch, case.num_heads, *case.sizes.lengths)
+    np.testing.assert_array_equal(case.exact("float64").bias, looped_penalties(shape, slopes, **arguments))
+    np.testing.assert_array_equal(penalties(shape, slopes, **arguments), case.exact("float64").bias)
 
 
 @given(case=cases())
@@ -84,8 +94,8 @@ def finite_difference(inputs: dict[str, np.ndarray], name: str, index: tuple[int
 def problem_of(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, slopes: np.ndarray, future_slopes: np.ndarray
 ) -> Attention:
-    rules = Rules(slopes, q_offset=1, is_causal=False, future_slopes=future_slopes)
-    return Attention(query, key, value, penalties(rules, 1, 2, 3, 5), 0.7, "float64")
+    bias = penalties((1, 2, 3, 5), slopes, q_offset=1, is_causal=False, future_slopes=future_slopes)
+    return Attention(query, key, value, bias, 0.7, "float64")
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -102,6 +112,20 @@ def test_gradients_are_those_of_finite_differences() -> None:
         for index in np.ndindex(*x.shape):
             actual = gradients[name].value.reshape(x.shape)[index]
             assert abs(finite_difference(inputs, name, index, cotangent) - actual) < 1e-8
+
+
+@given(case=cases(plain=True))
+def test_keys_that_are_left_out_move_results_within_a_budget_that_is_no_larger(case: Case) -> None:
+    problem, exact = case.exact("float64", 0.01), case.exact("float64")
+    order = np.argsort(problem.weights, axis=-1)
+    sums, left_out = np.take_along_axis(problem.weights, order, axis=-1).cumsum(axis=-1), np.empty(order.shape, bool)
+    np.put_along_axis(left_out, order, sums <= 0.01, axis=-1)
+    fewer = dataclasses.replace(problem, bias=np.where(left_out, -np.inf, problem.bias))
+    assert_within(fewer.output.value, problem.output)
+    assert (problem.output.budget - exact.output.budget).max() <= 0.0203 * np.abs(problem.value).max()
+    cotangent, distances = case.arrays["cotangent"], np.arange(float(case.sizes.lengths[1]))
+    for name, answer in problem.gradients(cotangent, distances).items():
+        assert_within(fewer.gradients(cotangent, distances)[name].value, answer)
 
 
 def test_a_query_that_may_look_nowhere_gives_zeros() -> None:

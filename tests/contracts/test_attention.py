@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance.testing import Attention, Rules, penalties
+from alibi_core.conformance.testing import Attention, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import BACKENDS, JAX, LAYER_BACKENDS, LIBRARIES, TORCH, Backend, param, slow_in_jax
 from tests.support.layers import cast, make_layer
@@ -27,8 +27,9 @@ def tensors(*batch: int) -> list[np.ndarray]:
     return [rng.standard_normal((*batch, *size, HEAD_DIM)).astype(np.float32) for size in sizes]
 
 
-def exact(query: np.ndarray, key: np.ndarray, value: np.ndarray, rules: Rules, added: Any = 0) -> Any:
-    bias = penalties(rules, len(query), HEADS, Q_LEN, KV_LEN) + added
+def exact(qkv: Any, slopes: np.ndarray, added: Any = 0, **arguments: Any) -> Any:
+    query, key, value = qkv
+    bias = penalties((len(query), HEADS, Q_LEN, KV_LEN), slopes, **arguments) + added
     query, key, value = (x.astype(np.float64) for x in (query, key, value))
     return Attention(query, key, value, bias=bias, scale=HEAD_DIM**-0.5, dtype="float32").output
 
@@ -44,15 +45,13 @@ def test_batch_axes_fold_with_all_that_belongs_to_them(backend: Backend) -> None
     arguments: dict[str, Any] = {"mask": mask, "segment_ids": (ids[:, :Q_LEN], ids), "q_offset": offsets}
     folded = backend.attention(query, key, value, slopes, dtype="float32", **arguments)
     for first, second in np.ndindex(2, 3):
-        rules = Rules(
-            slopes[first, second],
-            q_offset=int(offsets[first, second]),
-            mask=mask[first],
-            q_segment_ids=ids[None, second, :Q_LEN],
-            kv_segment_ids=ids[None, second],
-        )
+        own = {
+            "q_offset": offsets[first, second],
+            "mask": mask[first],
+            "segment_ids": (ids[second, :Q_LEN], ids[second]),
+        }
         one = (x[first, second][None] for x in (query, key, value))
-        assert_within(folded[first, second][None], exact(*one, rules))
+        assert_within(folded[first, second][None], exact(one, slopes[first, second], **own))
 
 
 @pytest.mark.parametrize("backend", slow_in_jax(LAYER_BACKENDS))
@@ -163,9 +162,8 @@ def test_a_bias_is_added_to_the_scores_and_weights_come_out(backend: Backend) ->
     result, weights = called(backend, added_bias=added(), return_weights=True)
     assert weights.dtype == result.dtype
     result, weights = backend.layout(backend.framework.numpy(result)), backend.framework.numpy(weights)
-    rules = Rules(SLOPES, KV_LEN - Q_LEN)
-    assert_within(result, exact(query, key, value, rules, added()))
-    assert_within(weights, exact(query, key, identity, rules, added()))
+    assert_within(result, exact((query, key, value), SLOPES, added()))
+    assert_within(weights, exact((query, key, identity), SLOPES, added()))
     assert not weights[:, 1, 3].any()
     assert not result[:, 1, 3].any()
     chosen = dataclasses.replace(backend, implementation=None)

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import alibi_core
-from alibi_core.conformance.testing import Answer, Attention, Rules, penalties
+from alibi_core.conformance.testing import Answer, Attention, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX, few_in_jax
 from tests.support.layers import apply, decode, load, make_layer
@@ -62,9 +62,8 @@ def exact(
     slopes = np.asarray([2.0**e for e in (-2, -4, -6, -8, -1, -3)])  # canonical
     if "log_slopes" in parameters:
         slopes = np.exp(parameters["log_slopes"])
-    q_offset = key.shape[2] - query.shape[2] if q_offset is None else q_offset
-    rules = Rules(slopes, q_offset, arguments.get("is_causal", True), window_size=arguments.get("window_size"))
-    bias = penalties(rules, len(x), SIZES["num_heads"], query.shape[2], key.shape[2])
+    rules = {name: arguments[name] for name in ("is_causal", "window_size") if name in arguments}
+    bias = penalties((*query.shape[:3], key.shape[2]), slopes, q_offset=q_offset, **rules)
     attention = Attention(query, key, value, bias, head_dim**-0.5, "float32").output
     output = project("out_proj", attention.value.swapaxes(1, 2).reshape(*x.shape[:2], -1))
     # Each term of a projection is rounded by a relative 2**-24, and so are query, key and value; scores with them.

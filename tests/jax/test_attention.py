@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.conformance.testing import Answer, Attention, Rules, penalties
+from alibi_core.conformance.testing import Answer, Attention, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 
 jax = pytest.importorskip("jax")
@@ -37,10 +37,12 @@ def tensors(q_len: int = 7, kv_len: int = 11, dtype: str = "float32") -> list[ja
     return [jnp.asarray(rng.standard_normal((BATCH, *size, HEAD_DIM)), dtype) for size in sizes]
 
 
-def exact(*qkv: Any, rules: Rules, scale: float = HEAD_DIM**-0.5, dtype: str = "float32") -> Answer:
+def exact(
+    *qkv: Any, slopes: Any = SLOPES, scale: float = HEAD_DIM**-0.5, dtype: str = "float32", **arguments: Any
+) -> Answer:
     """Return the exact output, ``[batch, q_len, num_heads, head_dim]``."""
     query, key, value = (np.swapaxes(np.asarray(x, np.float64), 1, 2) for x in qkv)
-    bias = penalties(rules, *query.shape[:3], key.shape[2])
+    bias = penalties((*query.shape[:3], key.shape[2]), slopes, **arguments)
     answer = Attention(query, key, value, bias=bias, scale=scale, dtype=dtype).output
     return Answer(np.swapaxes(answer.value, 1, 2), np.swapaxes(answer.budget, 1, 2))
 
@@ -51,7 +53,7 @@ def exact(*qkv: Any, rules: Rules, scale: float = HEAD_DIM**-0.5, dtype: str = "
 @IMPLEMENTATIONS
 def test_transformations_keep_attention_exact(implementation: str) -> None:
     qkv = tensors()
-    answer = exact(*qkv, rules=Rules(SLOPES, 4, is_causal=False, future_slopes=FUTURE), scale=0.7)
+    answer = exact(*qkv, is_causal=False, future_slopes=FUTURE, scale=0.7)
     options = {"implementation": implementation, "scale": 0.7, "is_causal": False, "future_slopes": jnp.asarray(FUTURE)}
     function = functools.partial(alibi_jax.attention, **options)
     mapped = jax.vmap(function, in_axes=(0, 0, 0, None))
@@ -72,7 +74,7 @@ def test_a_traced_offset_serves_all_positions_with_one_compilation(implementatio
 
     for offset in (-1, 0, 9):  # at -1 the first query sees no key
         offsets = np.asarray([offset, 3] if per_entry else offset, np.int32)
-        answer = exact(*qkv, rules=Rules(SLOPES, q_offset=offsets, window_size=4))
+        answer = exact(*qkv, q_offset=offsets, window_size=4)
         assert_within(np.asarray(attend(jnp.asarray(offsets)), np.float64), answer)
     assert len(traces) == 1
 
@@ -176,7 +178,7 @@ def test_float64_is_exact_to_its_own_rounding(implementation: str) -> None:
         qkv = tensors(dtype="float64")
         result = jax.jit(functools.partial(alibi_jax.attention, implementation=implementation))(*qkv, slopes)
     assert result.dtype == jnp.float64
-    assert_within(np.asarray(result), exact(*qkv, rules=Rules(slopes, q_offset=4), dtype="float64"))
+    assert_within(np.asarray(result), exact(*qkv, slopes=slopes, dtype="float64"))
 
 
 @IMPLEMENTATIONS
@@ -188,7 +190,7 @@ def test_float32_stays_float32_where_float64_is_enabled(implementation: str) -> 
         jaxpr = jax.make_jaxpr(attend)(*qkv, jnp.asarray(SLOPES))
         result = attend(*qkv, jnp.asarray(SLOPES))
     assert not re.search(r"f64\[[1-9]", str(jaxpr))  # but for Python numbers, which are scalars
-    assert_within(np.asarray(result, np.float64), exact(*qkv, rules=Rules(SLOPES, q_offset=4)))
+    assert_within(np.asarray(result, np.float64), exact(*qkv))
 
 
 @pytest.mark.slow
@@ -459,7 +461,7 @@ PROMPT, TOTAL = 5, 13
 def exact_module(x: np.ndarray, **rules: Any) -> Answer:
     """Return the exact result of a module whose query, key, value and output are its input."""
     heads = x.reshape(*x.shape[:2], HEADS, HEAD_DIM)
-    answer = exact(heads, heads, heads, rules=Rules(SLOPES, 0, **rules))  # Linen's scale is the default, too
+    answer = exact(heads, heads, heads, **rules)  # Linen's scale is the default, too
     return Answer(answer.value.reshape(x.shape), answer.budget.reshape(x.shape))
 
 

@@ -256,11 +256,10 @@ def exact(p: Problem) -> dict[str, Answer]:
     largest = None if is_whole else abs(full).max(-1, keepdims=True, initial=0).astype(np.float64)
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
     arrays = [tensors[name] for name in TENSORS]
-    problem = Attention(*arrays, bias=bias, scale=scale, dtype=p.dtype, largest_bias=largest)
-
     is_approximate = p.points is None and p.law == "linear" and not (p.adds_bias or p.returns_weights)
     share = (UNIT_ROUNDOFF[p.dtype] if p.tolerance is None else p.tolerance) if is_approximate else 0.0
-    found = {"result": problem.output_without(share)}
+    problem = Attention(*arrays, bias=bias, scale=scale, dtype=p.dtype, largest_bias=largest, share=share)
+    found = {"result": problem.output}
     if p.returns_weights:
         identity = np.broadcast_to(np.eye(kv_len), (entries, p.heads[0], kv_len, kv_len))
         found["weights"] = dataclasses.replace(problem, value=identity).output
@@ -268,7 +267,7 @@ def exact(p: Problem) -> dict[str, Answer]:
     sides = {"slopes": visible & ((p.future is None) | (ahead <= 0)), "future_slopes": visible & (ahead > 0)}
     for name in ("slopes", "future_slopes") if p.future is not None else ("slopes",):
         along = np.where(sides[name], penalty - (origin if is_whole and p.points is None else 0), 0).astype(np.float64)
-        gradients = problem.gradients_without(share, tensors["cotangent"], along)
+        gradients = problem.gradients(tensors["cotangent"], along)
         by_slopes = gradients.pop("slopes")
         is_shared = name in p.arrays and p.arrays[name].ndim == 1 and len(p.batch) > 0
         found |= gradients | {name: summed_over_batch(by_slopes) if is_shared else by_slopes}
