@@ -75,7 +75,7 @@ def test_any_number_of_batch_axes(backend: Backend) -> None:
 
 
 TPU_KERNEL = param(Backend(JAX, "alibi_jax", "tpu"), "alibi_jax[tpu]", JAX, pytest.mark.slow)
-# Rules by which each of five queries sees its own key alone; by the other rule, one query sees 128 equal keys.
+# Rules by which each of five queries sees its own key alone; by the other rule, 128 queries see 128 equal keys.
 OWN_KEY = {"window_size": 0, "segment_ids": np.arange(5, dtype=np.int32), "mask": np.eye(5, dtype=bool)[None, None]}
 # The last three are finite in base e and not in base 2, and not finite in float32.
 SCORES = np.asarray([-1e29, -1e31, -2e38, -3e38, -1e40, 1e40])
@@ -89,13 +89,13 @@ def test_equal_values_are_the_result_whatever_the_scores(backend: Backend, rule:
         rule = "segment_ids" if rule == "mask" else rule  # it takes masks of keys alone, as segments
         implementation = importlib.import_module("tests.support.tpu_cases").INTERPRETED
         backend = dataclasses.replace(backend, implementation=implementation)
-    shape = len(SCORES), 1, 5 if rule in OWN_KEY else 1, 1
+    shape = len(SCORES), 1, 5 if rule in OWN_KEY else 128, 1
     value, cotangent = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    value[...] = value if rule in OWN_KEY else value[:, :, :1]
     size, sign = (np.broadcast_to(x[:, None, None, None], shape) for x in (np.abs(SCORES) ** 0.5, np.sign(SCORES)))
     given = {"query": size, "key": sign * size, "value": value}
     finite = slice(0, 3 if is_kernel else 4)
     if rule == "q_offset":
-        given |= {name: np.repeat(given[name], 128, axis=2) for name in ("key", "value")}
         result = backend.attention(**given, dtype="float32", q_offset=300)
         np.testing.assert_allclose(result[finite], value[finite], rtol=2.0**-17)
     else:
