@@ -254,11 +254,13 @@ FOUND = (
     Problem((5, 11), ()),
     Problem((4, 0), points="times"),
     Problem((4, 0), (2, 0), wrt=("query", "key", "value", "slopes")),
+    # One element of the result, compiled.
+    Problem((17, 31), future="shared", is_causal=False, wrt=("query", "future_slopes"), loss="one element", luck=0),
     # Runs of alike tiles, each computed as one kernel call, end where keys are hidden.
     Problem((31, 31), segments="one", window_size=5, wrt=TENSORS, tiling=Tiling((4, 4), blocks=512)),
     Problem((31, 31), data="sinks", wrt=TENSORS, tiling=Tiling((2, 4), call_scores=10**9)),
     # Points without a position, and a law without points.
-    Problem(points="space, some nowhere", distance="euclidean", is_causal=False, slopes="per entry", wrt=TENSORS),
+    Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),
 )
 
