@@ -58,7 +58,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     """Say of a failure with a given seed how to repeat it."""
     report = yield
     if report.failed and (seed := item.config.getoption("hypothesis_seed")) is not None:
-        line = f"EXAMPLES={settings().max_examples} python -m pytest --hypothesis-seed={seed} '{item.nodeid}'"
+        line = f"EXAMPLES={settings().max_examples} python -m pytest -m '' --hypothesis-seed={seed} '{item.nodeid}'"
         report.sections.append(("To repeat", line))
     return report
 

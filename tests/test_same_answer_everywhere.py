@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.conformance.testing import COTANGENTS, DATA, assert_within_budget
-from tests.support.frameworks import DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Backend, Framework, param
+from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Backend, Framework, param
 from tests.support.problems import ON_LINE, POINTS, SEGMENTS, TENSORS, Problem, exact, pair
 from tests.support.tiles import TILINGS, Tiling
 
@@ -79,8 +79,7 @@ def problems(draw: st.DrawFn) -> Problem:
         found["distance"] = one_of(("manhattan", "euclidean", "chebyshev"))
     else:
         offsets = (-3, 0, 4, 13, "array", "per entry")
-        # FAR POSITIONS WITH A LAW are known to be wrong; to be lifted with their remedy.
-        far = (10**6, 2**30 + 77, -(10**6), 2**31 - 10_000, "far per entry") if found["law"] == "linear" else ()
+        far = (10**6, 2**30 + 77, -(10**6), 2**31 - 10_000, "far per entry")
         found |= {"q_offset": maybe(offsets + far), "window_size": maybe((0, 1, 4, 2**31))}
     has_order = not found["is_causal"] and (points is None or points in ON_LINE)
     found["future"] = maybe(("shared", "per entry", "zero")) if has_order else None
@@ -127,7 +126,7 @@ def is_plain(problem: Problem) -> bool:
 def backends(library: str) -> list[Backend]:
     """Return what computes attention with arrays of a library: the backend's implementations, and the core."""
     named = {"torch": ("tiled", "sdpa", "dense"), "mlx": ("tiled", "dense"), "jax": ("tiled", "dense")}
-    core = {"numpy": (NUMPY, STRICT, DASK), "torch": (TORCH,), "mlx": (MLX,)}
+    core = {"numpy": (NUMPY, STRICT), "torch": (TORCH,), "mlx": (MLX,)}
     return [
         *(Backend(LIBRARIES[library], f"alibi_{library}", name) for name in named.get(library, ())),
         *(Backend(framework, "alibi_core", None) for framework in core.get(library, ())),
@@ -254,11 +253,13 @@ FOUND = (
     Problem((5, 11), ()),
     Problem((4, 0), points="times"),
     Problem((4, 0), (2, 0), wrt=("query", "key", "value", "slopes")),
+    # One element of the result, compiled.
+    Problem((17, 31), future="shared", is_causal=False, wrt=("query", "future_slopes"), loss="one element", luck=0),
     # Runs of alike tiles, each computed as one kernel call, end where keys are hidden.
     Problem((31, 31), segments="one", window_size=5, wrt=TENSORS, tiling=Tiling((4, 4), blocks=512)),
     Problem((31, 31), data="sinks", wrt=TENSORS, tiling=Tiling((2, 4), call_scores=10**9)),
     # Points without a position, and a law without points.
-    Problem(points="space, some nowhere", distance="euclidean", is_causal=False, slopes="per entry", wrt=TENSORS),
+    Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),
 )
 

@@ -11,12 +11,9 @@ import pytest
 
 import alibi_core
 from alibi_core.conformance import LAWS, BackendAdapter, Library, installed_adapters
-from alibi_core.conformance.testing import Attention, penalties, rounded
-from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import (
     BACKENDS,
     DASK,
-    DIFFERENTIABLE,
     GRADIENTS,
     JAX,
     MLX,
@@ -100,33 +97,3 @@ def test_a_window_wider_than_any_row_is_none(backend: Backend, window_size: int)
     query, key, value = np.random.default_rng(5).standard_normal((3, 1, 3, 7, 5))
     windowed = backend.attention(query, key, value, dtype="float32", window_size=window_size)
     np.testing.assert_array_equal(windowed, backend.attention(query, key, value, dtype="float32"))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("lengths", [(0, 5), (3, 0), (0, 0)])
-@pytest.mark.parametrize("batch", [0, 2])
-def test_nothing_in_gives_zeros_of_the_right_shape_out(backend: Backend, lengths: tuple[int, int], batch: int) -> None:
-    query, key = (np.ones((batch, 3, n, 5)) for n in lengths)
-    positions, mask = tuple(map(np.zeros, lengths)), np.ones((1, 1, 1, lengths[1]), dtype=bool)
-    for arguments in ({}, {"is_causal": False}, {"mask": mask}, {"positions": positions, "law": "log"}):
-        result = backend.attention(query, key, key, dtype="float32", **arguments)
-        np.testing.assert_array_equal(result, np.zeros_like(query))
-
-
-@pytest.mark.parametrize("backend", DIFFERENTIABLE)
-@pytest.mark.parametrize("lengths", [(0, 5), (3, 0)])
-def test_gradients_of_nothing_are_zeros(backend: Backend, lengths: tuple[int, int]) -> None:
-    query, key = (np.ones((2, 3, n, 5)) for n in lengths)
-    tensors = {"query": query, "key": key, "value": key, "slopes": np.ones(3)}
-    for name, gradient in backend.gradients(tensors, query, dtype="float32").items():
-        np.testing.assert_array_equal(gradient, np.zeros_like(tensors[name]))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_default_slopes_are_the_canonical_ones(backend: Backend) -> None:
-    rng = np.random.default_rng(4)
-    query, key, value = (rng.standard_normal((1, 3, 7, 5)) for _ in range(3))
-    canonical = np.asarray([2.0**-4, 2.0**-8, 2.0**-2])
-    bias = penalties((1, 3, 7, 7), canonical)
-    problem = Attention(*(rounded(x, "float32") for x in (query, key, value)), bias, 5**-0.5, "float32")
-    assert_within(backend.attention(query, key, value, dtype="float32"), problem.output)

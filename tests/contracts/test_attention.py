@@ -34,26 +34,6 @@ def exact(qkv: Any, slopes: np.ndarray, added: Any = 0, **arguments: Any) -> Any
     return Attention(query, key, value, bias=bias, scale=HEAD_DIM**-0.5, dtype="float32").output
 
 
-@EACH_IMPLEMENTATION
-def test_batch_axes_fold_with_all_that_belongs_to_them(backend: Backend) -> None:
-    rng = np.random.default_rng(1)
-    query, key, value = tensors(2, 3)
-    slopes = rng.uniform(0, 1, (2, 3, HEADS)).astype(np.float32)
-    mask = rng.random((2, 1, 1, Q_LEN, KV_LEN)) < 0.5  # one for all of the second batch axis
-    ids = np.sort(rng.integers(0, 2, (3, KV_LEN)).astype(np.int32))
-    offsets = np.arange(6, dtype=np.int32).reshape(2, 3)
-    arguments: dict[str, Any] = {"mask": mask, "segment_ids": (ids[:, :Q_LEN], ids), "q_offset": offsets}
-    folded = backend.attention(query, key, value, slopes, dtype="float32", **arguments)
-    for first, second in np.ndindex(2, 3):
-        own = {
-            "q_offset": offsets[first, second],
-            "mask": mask[first],
-            "segment_ids": (ids[second, :Q_LEN], ids[second]),
-        }
-        one = (x[first, second][None] for x in (query, key, value))
-        assert_within(folded[first, second][None], exact(one, slopes[first, second], **own))
-
-
 @pytest.mark.parametrize("backend", slow_in_jax(LAYER_BACKENDS))
 def test_two_runs_give_the_same_bits(backend: Backend) -> None:
     rng = np.random.default_rng(2)
@@ -64,14 +44,6 @@ def test_two_runs_give_the_same_bits(backend: Backend) -> None:
         gradients = backend.gradients(given, np.sin(given["query"]), dtype="float32", is_causal=False)
         runs.append({"output": backend.attention(**given, dtype="float32", is_causal=False)} | gradients)
     np.testing.assert_equal(*runs)
-
-
-@EACH_IMPLEMENTATION
-def test_any_number_of_batch_axes(backend: Backend) -> None:
-    one, *nothing = (backend.attention(*tensors(*batch), dtype="float32") for batch in ((), (0,), (2, 0)))
-    same = backend.attention(*tensors(1), dtype="float32")[0]
-    np.testing.assert_allclose(one, same, rtol=0, atol=2e-6)
-    assert [x.shape for x in nothing] == [(0, *one.shape), (2, 0, *one.shape)]
 
 
 TPU_KERNEL = param(Backend(JAX, "alibi_jax", "tpu"), "alibi_jax[tpu]", JAX, pytest.mark.slow)
@@ -110,18 +82,6 @@ def test_equal_values_are_the_result_whatever_the_scores(backend: Backend, rule:
         assert np.isnan(result[5]).all()
     else:
         assert np.isnan(result[finite.stop :]).all()
-
-
-SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"is_causal": False})]
-
-
-@EACH
-@pytest.mark.parametrize("arguments", [{"q_offset": -1, "window_size": 3}, *SLOW], ids=str)
-def test_attention_compiles(backend: Backend, arguments: dict[str, Any]) -> None:
-    inputs = backend.place(*tensors(2), np.asarray([0.5, 0.25, 0.3, 0.0, 1.0, 2.0**-8]), dtype="float32")
-    function, framework = backend.function(**arguments), backend.framework
-    compiled = framework.numpy(framework.compiled(function)(*inputs))
-    np.testing.assert_allclose(compiled, framework.numpy(function(*inputs)), rtol=0, atol=2e-6)
 
 
 def test_forward_mode_of_pytorch_is_dense_where_there_are_tangents_and_nowhere_else() -> None:

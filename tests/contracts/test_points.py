@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.backend.models import AlibiConfig
 from alibi_core.conformance.testing import FAR as FAR_TOKENS
-from alibi_core.conformance.testing import SIZES, Case, Sizes, assert_within_budget, cases
+from alibi_core.conformance.testing import SIZES, Case, Sizes
 from benchmarks.harness import peak_growth
 from tests.support.frameworks import (
     FRAMEWORK,
@@ -31,7 +31,7 @@ from tests.support.frameworks import (
 )
 from tests.support.layers import apply, decode, make_layer
 from tests.support.models import make_model
-from tests.support.tiles import TILINGS, Tiling, assert_exact
+from tests.support.tiles import assert_exact
 
 # How far queries are from keys, by kind: differences of positions, or their sums, do not fit float32.
 FAR = {"far": [2**23 - 20, 10**8 + 3, 2**30 - 9], "far reals": [2.0**22]}
@@ -67,38 +67,18 @@ def point_cases(
     distances: tuple[str, ...] = ("manhattan", "euclidean", "chebyshev"),
     laws: tuple[str, ...] = ("linear", "log", "sqrt"),
     sizes: tuple[Sizes, ...] = SIZES[1:5],
-    hides: bool = False,
 ) -> Case:
-    """Draw a problem between points, in which segments or a mask may hide keys."""
+    """Draw a problem between points."""
     dims = draw(st.sampled_from([1, 2, 3]))
     case = Case(
         draw(st.sampled_from(sizes)),
         draw(st.sampled_from(["causal", "symmetric"])) if dims == 1 else "symmetric",
-        packing=draw(st.sampled_from([None, "pair"])) if hides else None,
-        masking=draw(st.sampled_from([None, "by query", "by head"])) if hides else None,
         slopes_per_batch=True,
         seed=draw(st.integers(0, 2**16)),
     )
     kind, distance, law = (draw(st.sampled_from(x)) for x in (kinds, distances, laws))
     # In space, float32 libraries round Euclidean distances to float32.
     return between_points(case, 1 if kind in FAR and distance == "euclidean" else dims, kind, distance, law)
-
-
-# JAX, which compiles each case, has the kit's laws of points, and blocks of queries in one large case.
-@pytest.mark.parametrize("backend", [x for x in LAYER_BACKENDS if x.values[0].framework is not JAX])
-@given(case=point_cases(hides=True), tiling=TILINGS)
-def test_attention_between_points_is_exact_with_its_gradients(backend: Backend, case: Case, tiling: Tiling) -> None:
-    with tiling.applied():
-        assert_exact(backend, case)
-
-
-@pytest.mark.parametrize("backend", [x for x in LAYER_BACKENDS if x.values[0].framework is not JAX])
-@given(case=cases(), law=st.sampled_from(["log", "sqrt"]), tiling=TILINGS)
-@example(case=Case(SIZES[3], q_offset=FAR_TOKENS), law="sqrt", tiling=Tiling())
-def test_a_law_goes_with_every_argument(backend: Backend, case: Case, law: str, tiling: Tiling) -> None:
-    with tiling.applied():
-        case = case.with_arguments(case.form, case.arguments | {"law": law})
-        assert_exact(backend, case, asked=[None, ("query", "key", "value")])  # slopes take another path in PyTorch
 
 
 @pytest.mark.parametrize(
@@ -262,17 +242,6 @@ def test_explain_says_that_points_leave_out_no_key(backend: Backend) -> None:
     said = backend.explain(**tensors_of(case), dtype="float32", **case.arguments)
     assert (said.implementation, said.share, said.scores_visible) == ("tiled", 1, 2 * 3 * 49)
     assert np.all(np.isinf(said.horizons))
-
-
-@pytest.mark.parametrize("backend", LIBRARIES)
-def test_attention_between_points_compiles(backend: Backend) -> None:
-    case = Case(Sizes(2, 3, 2, (37, 37), 5), "symmetric", seed=3)
-    case, framework = between_points(case, 2, "without a place", "euclidean", "log"), backend.framework
-    placed, points = backend.place(**tensors_of(case), dtype="float32"), framework.placed(case.arguments["positions"])
-    function = backend.function(distance="euclidean", law="log", is_causal=False)
-    attention = framework.compiled(lambda *tensors: function(*tensors[:4], positions=tensors[4:]))
-    found = framework.numpy(attention(*placed, *points))
-    assert_within_budget(backend.layout(found), case.exact("float32").output)
 
 
 def long_attention(name: str, length: int) -> Any:

@@ -19,7 +19,6 @@ from alibi_core.conformance.testing import DATA, LONGER, PER_BATCH, SIZES, STEEP
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import JAX, MLX, TORCH, Backend, param
 from tests.support.tiles import (
-    LONGER_CASES,
     SPANS,
     TILINGS,
     TOLERANCES,
@@ -55,26 +54,6 @@ def inputs_of(case: Case) -> dict[str, np.ndarray]:
 
 
 # --- The same laws as for all implementations, in many tiles -------------------------------------------------------
-
-
-@pytest.mark.parametrize(("backend", "dtype"), DTYPES)
-@given(case=cases(), tiling=TILINGS, tolerance=st.sampled_from([None, 0.0]))
-def test_many_tiles_are_exact_with_their_gradients(
-    backend: Backend, dtype: str, case: Case, tiling: Tiling, tolerance: float | None
-) -> None:
-    with tiling.applied():
-        assert_exact(backend, case, dtype, tolerance)
-
-
-@EACH
-@pytest.mark.slow
-@FAST
-@given(case=LONGER_CASES, tiling=TILINGS, tolerance=st.sampled_from([None, 0.0]))
-def test_several_blocks_of_keys_are_exact_with_their_gradients(
-    backend: Backend, case: Case, tiling: Tiling, tolerance: float | None
-) -> None:
-    with tiling.applied():
-        assert_exact(backend, case, tolerance=tolerance)
 
 
 PADDING = np.ones((2, 1, 1, 1100), dtype=bool)

@@ -43,7 +43,7 @@ class Problem:
     returns_weights: bool = False
     wrt: tuple[str, ...] = ()  # the arguments whose gradients are asked for
     loss: str = "random"  # a name in COTANGENTS
-    luck: int = 100  # compiled in libraries in which more problems than so many in a hundred are compiled
+    luck: int = 50  # compiled in libraries in which more problems than so many in a hundred are compiled
     closes_over: bool = False  # whether arguments without gradients are constants of the program
     tiling: Tiling | None = None  # sizes of tiles in place of those by default
     seed: int = 0
