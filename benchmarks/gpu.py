@@ -6,8 +6,14 @@
              64, compared with each kernel of scaled_dot_product_attention without positions, FlexAttention with ALiBi's
              score_mod and causal blocks, and a dense bias: seconds of a call and of the GPU alone, of the first call
              (which compiles), and peak memory;
+  kernels    "triton" in tiles of other sizes, at one length: what launch.TILES should say on this GPU;
+  host       the host's time of a call, which the GPU need not wait for;
   models     a model of BLOOM-560m's shape at 8,192 tokens: unchanged, accelerated, and compiled;
   jax        attention in JAX.
+
+"triton" never ran on a GPU. Two runs of six minutes say whether it is right, which tiles it wants, and how fast it is:
+``--only numerics kernels host --within 330``, then ``--only attention --within 330``; beside them ``python -m pytest -m
+'' tests/torch/triton_cases.py``.
 
 All results are written after every row, and failures with their reason, so that an interrupted run loses nothing. Use
 ``--only`` to run each section in a separate process. ``--dry-run`` runs everything at small sizes on the CPU. The
@@ -19,6 +25,7 @@ package need not be installed:
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
 import statistics
@@ -26,12 +33,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from benchmarks import harness
-from benchmarks.attention import Contestant, Library, Reference, Shape, load, sample
+from benchmarks.attention import Contestant, Library, Reference, Shape, fixed, load, sample
 
 LONGEST_CHECKED = 4096  # Beyond this many tokens, only this library's results are compared with float64.
 HOST_MATTERS = 0.02  # In seconds: longer calls take the GPU as long as they take in all.
@@ -59,7 +68,9 @@ def numerics(scope: Scope) -> Iterator[Row]:
     import alibi_torch
 
     library = load("torch", scope.device)
-    names = ("flex", "sdpa", "dense") if scope.device == "cuda" else (None, "sdpa", "dense")
+    names = ("triton", "flex", "sdpa", "dense") if scope.device == "cuda" else (None, "sdpa", "dense")
+    if scope.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        names = ("triton", *names)
     for dtype in ("bfloat16", "float32"):
         for is_causal in (True, False):
             shape = Shape(4, 64, scope.checked, dtype)
@@ -77,6 +88,72 @@ def numerics(scope: Scope) -> Iterator[Row]:
                 except Exception as error:
                     row |= problem(error)
                 yield row
+
+
+# Rows, keys, warps and stages to try in place of launch.TILES.
+TILES = {
+    "attend": [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
+    "by_queries": [(128, 64, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2)],
+    "by_keys": [(32, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2)],
+}
+
+
+def kernels(scope: Scope) -> Iterator[Row]:
+    """Time the kernels in Triton by the sizes of their tiles, with the plan and without it."""
+    import alibi_torch
+
+    if importlib.util.find_spec("triton") is None:
+        yield {"skipped": "triton is not installed"}
+        return
+    from alibi_torch import _triton
+
+    library = load("torch", scope.device)
+    contestants = {
+        tolerance: fixed(partial(alibi_torch.attention, implementation="triton", tolerance=tolerance))
+        for tolerance in (None, 0.0)
+    }
+    for sizes in scope.shapes:
+        shape = Shape(*sizes, scope.lengths[-1] if scope.device == "cpu" else 16_384, "bfloat16")
+        tensors = library.tensors(shape)
+        for kernel, tried in TILES.items():
+            for tile in tried if scope.device == "cuda" else tried[:1]:
+                replaced = dict.fromkeys(_triton.TILES[kernel], (_triton.Tile(*tile),) * 2)
+                for tolerance, contestant in contestants.items():
+                    row = {"kernel": kernel, "tile": tile, "tolerance": tolerance, **asdict(shape)}
+                    backward = kernel != "attend"
+                    make = partial(library.prepare, contestant, tensors, backward)
+                    with mock.patch.dict(_triton.TILES, {kernel: replaced}):
+                        yield row | measured(scope, library, make, None if backward else ("alibi_torch", tensors))
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing, faster than a mock."""
+
+
+def host(scope: Scope) -> Iterator[Row]:
+    """Time the host's part of a call: of "triton" on a CPU, with launches that do nothing."""
+    import torch
+
+    import alibi_torch
+
+    if importlib.util.find_spec("triton") is None:
+        yield {"skipped": "triton is not installed"}
+        return
+    library, (heads, head_dim) = load("torch", scope.device), scope.shapes[0]
+    tensors = library.tensors(Shape(heads, head_dim, 2048, "bfloat16"))
+    for name in ("triton", "flex") if scope.device == "cuda" else ("triton",):
+        contestant = fixed(partial(alibi_torch.attention, implementation=name))
+        for backward in (False, True):
+            call, times = library.prepare(contestant, tensors, backward), []
+            no_launch = mock.patch("alibi_torch._triton.launch.start", new=_nothing)
+            with nullcontext() if scope.device == "cuda" else no_launch:
+                for _ in range(200):
+                    start = time.perf_counter()
+                    call()
+                    times.append(time.perf_counter() - start)
+                    if scope.device == "cuda":
+                        torch.cuda.synchronize()
+            yield {"name": name, "gradients": backward, "host_seconds": statistics.median(times[10:])}
 
 
 def run_twice(call: Callable[[], Any]) -> tuple[tuple[Any, ...], bool]:
@@ -179,6 +256,8 @@ def models(scope: Scope) -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[Scope], Iterator[Row]]] = {
     "numerics": numerics,
     "attention": attention,
+    "kernels": kernels,
+    "host": host,
     "models": models,
     "jax": partial(attention, name="jax"),
 }
@@ -188,13 +267,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all sections and return the exit status: 1 if something failed."""
     parser = harness.parser("gpu", __doc__, tuple(SECTIONS))
     parser.add_argument("--dry-run", action="store_true", help="in small, on the CPU")
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds after which no row is begun")
     options = parser.parse_args(arguments)
+    if options.dry_run:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would allocate most of the memory
     about = harness.versions("torch", "triton", "jax", "jaxlib", "transformers", "numpy")
     results: Row = {"dry_run": options.dry_run, "machine": harness.machine(), "versions": about, "sections": {}}
     scope = SMALL if options.dry_run or options.quick else Scope()
     results["machine"] |= load("torch", scope.device).machine()
-    failed = False
+    failed, start = False, time.monotonic()
     for name in options.only:
         rows = results["sections"].setdefault(name, {"rows": []})["rows"]
         try:
@@ -202,6 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 print(json.dumps({x: y for x, y in row.items() if x != "traceback"}, default=str), flush=True)
                 harness.write_json(options.output / "gpu.json", results)
+                if time.monotonic() - start > options.within:
+                    break
         except Exception as error:
             rows.append(problem(error))
         failed |= any("failed" in row for row in rows)

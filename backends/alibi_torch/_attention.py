@@ -72,8 +72,9 @@ def attention(
       every call, so pass 0 outside of training. Random numbers come from PyTorch's global generator. Only ``"dense"``
       supports dropout, ``added_bias`` and ``return_weights``; it is then the default.
     - ``implementation``: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
-      (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (all scores in memory, for
-      comparison). A named implementation runs, or the call raises. Default: see :func:`explain`.
+      (``scaled_dot_product_attention`` with the bias as its mask), ``"dense"`` (all scores in memory, for comparison)
+      or ``"triton"`` (own kernels for CUDA and ROCm, never run on a GPU). A named implementation runs, or the call
+      raises. Default: see :func:`explain`.
     - ``kernel_options``: With ``implementation="flex"``, FlexAttention's argument of that name, such as ``{"BACKEND":
       "FLASH"}`` for FlashAttention 4 (never run).
 
@@ -191,8 +192,8 @@ def run(
         return dense_attention(call, query, key, value)
     # Autocast would round the bias to low precision. The inputs have been cast already.
     with no_autocast(query.device.type):
-        if implementation == "tiled":
-            return _cpu.attention(call, query, key, value, norms)
+        if implementation in ("tiled", "triton"):
+            return _cpu.attention(call, query, key, value, norms, implementation)
         if implementation == "flex":
             from alibi_torch._flex import flex_attention
 

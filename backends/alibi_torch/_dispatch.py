@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +14,10 @@ from alibi_core.backend import AttentionCall
 from alibi_torch._internals import has_tangent, in_transform, is_differentiated
 
 _NOTHING = nullcontext()
-IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a call is the default
+# The first that can run a call is the default; "triton", behind "dense", which runs them all, never is.
+IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+LARGEST_HEAD_DIM = 256  # of the kernels in Triton
 
 
 def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None) -> str:
@@ -38,6 +43,8 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return "cannot be differentiated by torch.func under a compiler"
     if name == "tiled" and device not in ("cpu", "meta") and call.is_linear:
         return f"runs on the CPU alone, got {device}"
+    if name == "triton":
+        return _refusal_of_triton(call, device)
     if name != "flex":
         return None
     if device not in ("cuda", "cpu"):
@@ -48,6 +55,27 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return "has no gradients on a CPU"
     if not torch.compiler.is_compiling() and in_transform():
         return "cannot be mapped or differentiated by torch.func"
+    return None
+
+
+def triton_runs_on(device: str) -> bool:
+    """Whether Triton computes on a type of device: on GPUs, or in its interpreter."""
+    return device == "cuda" or (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def _refusal_of_triton(call: AttentionCall, device: str) -> str | None:
+    if not triton_runs_on(device):
+        return f"runs on cuda (ROCm included), or interpreted on a CPU under TRITON_INTERPRET=1, got {device}"
+    if not HAS_TRITON:
+        return "needs Triton, which PyTorch for CUDA and ROCm brings along"
+    if call.dtype == torch.float64:
+        return "must be given float32, float16 or bfloat16, got torch.float64"
+    if call.head_dim > LARGEST_HEAD_DIM:
+        return f"takes a head_dim of at most {LARGEST_HEAD_DIM}, got {call.head_dim}"
+    if not call.is_linear:
+        return "takes neither positions of the caller's own nor other laws than the linear one"
+    if call.mask is not None and call.mask.ndim > 1 and call.mask.shape[-2] != 1:
+        return "takes masks of keys alone, equal for all queries"
     return None
 
 

@@ -57,4 +57,6 @@ def explain(
     chosen = choose(call, query, key, value, implementation)
     refusals = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
     with torch.no_grad():
-        return Explanation.of(call, (query, key, value), chosen, refusals, leaves_out=chosen in ("tiled", "flex"))
+        return Explanation.of(
+            call, (query, key, value), chosen, refusals, leaves_out=chosen in ("tiled", "flex", "triton")
+        )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from alibi_core.conformance import BackendAdapter, Library
 from alibi_torch._attention import attention
+from alibi_torch._dispatch import triton_runs_on
 from alibi_torch.caches import KVCache
 
 __all__ = ["adapters"]
@@ -23,13 +24,15 @@ def adapters(device: str = "cpu") -> list[BackendAdapter]:
     """Return an adapter for each implementation and dtype.
 
     Args:
-        device: The device of the tensors. ``"cuda"`` adds ``"flex"`` and leaves out ``"tiled"``.
+        device: The device of the tensors. ``"cuda"`` adds ``"flex"`` and ``"triton"``, and leaves out ``"tiled"``.
+            ``"triton"`` is there for ``"cpu"``, too, if Triton is interpreted (``TRITON_INTERPRET=1``), which is slow.
 
     Example:
         >>> sorted({adapter.name for adapter in adapters()})
         ['alibi_torch[dense]', 'alibi_torch[sdpa]', 'alibi_torch[tiled]']
     """
-    names = ("tiled", "sdpa", "dense") if device == "cpu" else ("flex", "sdpa", "dense")
+    names = ("tiled", "sdpa", "dense") if device == "cpu" else ("flex", "sdpa", "dense", "triton")
+    names = (*names, "triton") if device == "cpu" and triton_runs_on("cpu") else names
     return [_adapter(name, dtype, device) for name in names for dtype in DTYPES]
 
 
@@ -44,7 +47,7 @@ def _adapter(implementation: str, dtype: str, device: str) -> BackendAdapter:
         functools.partial(attention, implementation=implementation),
         dtype=dtype,
         cached=functools.partial(_decode_step, implementation),
-        points=implementation != "flex",
+        points=implementation not in ("flex", "triton"),
     )
 
 

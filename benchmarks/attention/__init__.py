@@ -1,7 +1,7 @@
 """The speed of attention, compared with attention without positions and with other implementations of ALiBi."""
 
 from benchmarks.attention.exact import MOST_ERROR, ROUNDOFF, Reference, attend, relative_error, sample, slopes
-from benchmarks.attention.libraries import Call, Contestant, Library, Shape, load
+from benchmarks.attention.libraries import Call, Contestant, Library, Shape, fixed, load
 
 __all__ = [
     "MOST_ERROR",
@@ -12,6 +12,7 @@ __all__ = [
     "Reference",
     "Shape",
     "attend",
+    "fixed",
     "load",
     "relative_error",
     "sample",

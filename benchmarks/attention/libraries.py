@@ -6,6 +6,7 @@ Tensors are ``[batch, heads, length, head_dim]``, in JAX ``[batch, length, heads
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -182,8 +183,12 @@ class Torch(Library):
                     partial(self._plain, kernel=kernel)
                 )
         bias_bytes = shape.scores // shape.batch * DTYPE_BYTES[shape.dtype] + 12 * shape.length**2
+        triton = {}
+        if is_gpu or os.environ.get("TRITON_INTERPRET") == "1":
+            triton["alibi_torch, Triton"] = fixed(partial(alibi_torch.attention, implementation="triton"))
         return {
             "alibi_torch": fixed(alibi_torch.attention),
+            **triton,
             "SDPA, no positions": fixed(self._plain),  # PyTorch chooses the kernel
             **kernels,
             "SDPA, dense bias": Contestant(self._dense, bias_bytes),
@@ -261,6 +266,8 @@ class Torch(Library):
             "alibi_torch, attention": lambda: alibi_torch.attention(query, key, value),
             "SDPA, a row of biases": partial(attend, attn_mask=row),
         }
+        if self.device == "cuda":
+            calls["alibi_torch, the layer's cache, Triton"] = lambda: cache.attend(query, implementation="triton")
         return [query, key, value], {name: torch.no_grad()(call) for name, call in calls.items()}
 
 

@@ -1,7 +1,8 @@
-"""``"tiled"`` as two operators, forward and backward, for autograd, torch.compile and torch.func."""
+"""``"tiled"`` and ``"triton"`` as two operators, forward and backward, for autograd, torch.compile and torch.func."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,25 +24,32 @@ from alibi_torch._dispatch import needs_gradients, no_autocast
 from alibi_torch._internals import in_transform, is_watched
 
 
-def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None) -> Tensor:
+def attention(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: KeyNorms | None = None,
+    implementation: str = "tiled",
+) -> Tensor:
     """Compute ``call`` on tensors ``[*batch, heads, length, head_dim]``, without its full bias or scores in memory.
 
-    They are on the CPU, or anywhere if the call is not Toeplitz: then it is computed by blocks of queries (``_rows``).
-    Keys are skipped if norms prove that their weights sum to less than the tolerance. All keys are read once to measure
-    their norms, unless ``norms`` bounds them.
+    ``"tiled"`` takes them on the CPU, or anywhere if the call is not Toeplitz: then it is computed by blocks of queries
+    (``_rows``). Keys are skipped if norms prove that their weights sum to less than the tolerance. All keys are read
+    once to measure their norms, unless ``norms`` bounds them.
     """
     flat = call.with_one_batch_axis()
     if flat is not call:
         tensors = (x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value))
-        return attention(flat, *tensors, norms).reshape(query.shape)
+        return attention(flat, *tensors, norms, implementation).reshape(query.shape)
     is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
     # Without gradients or tracers, skip the operator: its dispatch takes longer than a short call.
     if not (is_recorded or is_watched(query, key, value)):
-        return _without_gradients(call, query, key, value, norms)[0]
+        return _without_gradients(call, query, key, value, norms, implementation)[0]
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     # Gradients need the result in the working dtype. A torch.jit trace may be replayed with or without gradients.
     is_exact = is_recorded or (not is_traced and in_transform()) or torch.jit.is_tracing()
-    arguments = query, key, value, *Packed.of(call, norms), is_exact
+    arguments = query, key, value, *Packed.of(call, norms, implementation), is_exact
     result = _Attention.apply(*arguments, []) if is_exact and not is_traced else _attend(*arguments)
     return result[0].to(call.dtype)
 
@@ -70,14 +78,15 @@ class Packed(NamedTuple):
     may_lack_points: bool
     distance: str
     law: str
+    implementation: str
 
     @classmethod
-    def of(cls, call: AttentionCall, norms: KeyNorms | None) -> Packed:
+    def of(cls, call: AttentionCall, norms: KeyNorms | None, implementation: str) -> Packed:
         """Pack a call with one batch axis."""
         arrays = dict.fromkeys(ARRAY_AXES) | call.arrays
         arrays["key_norms"], block = (None, 0) if norms is None else (norms.values, norms.block)
         offset = 0 if call.has_offset_array else call.q_offset
-        return cls(*arrays.values(), block, offset, *(getattr(call, name) for name in RULES))
+        return cls(*arrays.values(), block, offset, *(getattr(call, name) for name in RULES), implementation)
 
     def unpacked(self, query: Tensor, key: Tensor) -> tuple[AttentionCall, KeyNorms | None]:
         """Return the call and its key norms (or None); sizes and dtypes come from the tensors."""
@@ -92,7 +101,7 @@ class Packed(NamedTuple):
 
 
 TENSORS = 1 + Packed._fields.index("key_norms")  # The first this many fields of Packed are tensors.
-RULES = Packed._fields[TENSORS + 2 :]  # those of the call
+RULES = Packed._fields[TENSORS + 2 : -1]  # those of the call
 
 
 # --- Computation -----------------------------------------------------------------------------------------------------
@@ -125,9 +134,11 @@ def _has_own_distances(call: AttentionCall) -> bool:
 
 
 def _without_gradients(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, implementation: str
 ) -> tuple[Tensor, Tensor]:
     """Return the result, in the call's dtype, and the log-sum-exp, ``[batch, num_heads, q_len]``."""
+    if implementation == "triton":
+        return _in_triton(call, query, key, value, norms, is_exact=False)[:2]
     if _has_own_distances(call):
         result, logsumexp = _rows.forward(call, query, key, value)
         return result.to(call.dtype), logsumexp
@@ -135,6 +146,15 @@ def _without_gradients(
         result, logsumexp = step.attend_last_query(call, *_dense(query, key, value), norms)
         return result.to(call.dtype), logsumexp
     return _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)
+
+
+def _in_triton(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, is_exact: bool
+) -> tuple[Tensor, Tensor, Any]:
+    """Return result, statistics of rows and plan of the GPU's kernels, which are imported at their first call."""
+    from alibi_torch import _triton
+
+    return _triton.forward(call, query, key, value, norms, is_exact)
 
 
 def _compute(
@@ -196,7 +216,7 @@ _PACKED = (
     "Tensor slopes, Tensor? future_slopes, Tensor? q_offset, Tensor? q_segment_ids, Tensor? kv_segment_ids, "
     "Tensor? mask, Tensor? added_key_bias, Tensor? q_points, Tensor? kv_points, Tensor? key_norms, SymInt norms_block, "
     "SymInt first_position, bool is_causal, SymInt? window_size, float scale, float tolerance, bool shares_ids, "
-    "bool shares_points, bool may_lack_points, str distance, str law"
+    "bool shares_points, bool may_lack_points, str distance, str law, str implementation"
 )
 _SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_PACKED}, bool is_exact) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
@@ -215,11 +235,17 @@ def _attend_here(
     """Return the result, ``[batch, num_heads, q_len, head_dim]``, and the log-sum-exp, ``[batch, num_heads, q_len]``.
 
     ``is_exact``, the last argument, asks for the result in the working dtype, because the backward pass subtracts
-    ``sum(grad * result)`` from the gradient of each weight. The plan is appended to ``plans`` for the backward pass.
+    ``sum(grad * result)`` from the gradient of each weight. In place of log-sum-exps, ``"triton"`` gives two numbers a
+    row, ``[batch, num_heads, 2, q_len]``. The plan is appended to ``plans`` for the backward pass.
     """
-    call, norms = Packed(*rest[:-1]).unpacked(query, key)
-    if not rest[-1]:
-        result, logsumexp = _without_gradients(call, query, key, value, norms)
+    packed = Packed(*rest[:-1])
+    call, norms = packed.unpacked(query, key)
+    if packed.implementation == "triton":
+        result, logsumexp, planned = _in_triton(call, query, key, value, norms, rest[-1])
+        if plans is not None:
+            plans.append(planned)
+    elif not rest[-1]:
+        result, logsumexp = _without_gradients(call, query, key, value, norms, packed.implementation)
     elif _has_own_distances(call):
         result, logsumexp = _rows.forward(call, query, key, value)
     else:
@@ -243,13 +269,20 @@ torch.library.impl("alibi::attention", "default", _attend_here)
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dtype, is_exact = torch.promote_types(query.dtype, torch.float32), rest[-1]
     result = torch.empty_like(query, dtype=dtype if is_exact else query.dtype)
-    return result, query.new_empty(query.shape[:-1], dtype=dtype)
+    is_triton = Packed(*rest[:-1]).implementation == "triton"
+    shape = (*query.shape[:2], 2, query.shape[2]) if is_triton else query.shape[:-1]
+    return result, query.new_empty(shape, dtype=dtype)
 
 
 def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor, ...]:
     """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
+    if packed.implementation == "triton":
+        from alibi_torch import _triton
+
+        *gradients, sums = _triton.backward(call, arguments[:6], norms, plans[0] if plans else None, arguments[-1])
+        return *map(_strided_as, (query, key, value), gradients), *_by_rates(call, sums)
     # The kernel sums distances for slopes, not laws of them.
     if _has_own_distances(call) or (arguments[-1] and not call.is_linear):
         with no_autocast(query.device.type):
@@ -366,6 +399,8 @@ class _Gradients(torch.autograd.Function):
         return *found[:4], None, None, *found[4:], *(None,) * (len(ctx.needs_input_grad) - 2 - len(found))
 
 
+# PyTorch reads the signature at each call, which takes longer than to read it here.
+_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
 torch.library.register_autograd("alibi::attention", _Attention.backward, setup_context=_Attention.setup_context)
 
 
