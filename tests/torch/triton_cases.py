@@ -146,7 +146,10 @@ def test_the_plan_keeps_what_it_must_and_no_more_than_the_core(change: Any, is_c
 
 
 @pytest.mark.parametrize(("lengths", "dtype"), [(None, torch.float32), ([1300, 40], torch.bfloat16)])
-def test_steps_over_a_cache_are_exact(lengths: list[int] | None, dtype: torch.dtype) -> None:
+def test_steps_over_a_cache_are_exact(
+    lengths: list[int] | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alibi_torch.caches.uses_norms", lambda _: True)  # as on a GPU
     query, key, value = (x.to(DEVICE, dtype) for x in tensors((1, 1300), head_dim=20))
     opposed(query, key)
     cache = KVCache(2, 2, 1400, 20, dtype=dtype, device=DEVICE)
