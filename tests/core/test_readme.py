@@ -173,7 +173,7 @@ def test_readme_and_the_list_of_pages_name_the_extras_of_users() -> None:
         ((first, others),) = re.findall(
             r"^\$ pip install '\.\[(\w+)\]' .*; or (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE
         )
-        assert {first, *others.split(", ")} == EXTRAS - {"test", "docs", "tpu", "bench", "dev"}
+        assert {first, *others.split(", ")} == EXTRAS - {"test", "docs", "tpu", "triton", "bench", "dev"}
 
 
 def links(page: Path) -> list[tuple[str, str]]:
