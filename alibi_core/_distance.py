@@ -106,7 +106,7 @@ def fixed_positions(positions: Any, fix: Callable[[Any], Any]) -> Any:
 def no_gradient(remedy: str) -> NotImplementedError:
     """Return the error of a call that asks for derivatives by positions."""
     return NotImplementedError(
-        f"positions must be constants, as attention has no derivatives by them, got ones to differentiate; use {remedy}"
+        f"positions must be constants, as attention has no derivatives by them, got some with a gradient; use {remedy}"
     )
 
 

@@ -64,7 +64,8 @@ def with_score_axes(
     # torch.export would turn a comparison of dynamic sizes into a guard.
     may_be_first = missing in (1, 2) and batch_first != aligned and not is_exporting()
     if not may_be_first or shape[:count] != target[:count] or not checks.broadcasts(batch_first, target):
-        checks.broadcastable(name, shape, target, ", ".join(axes))
+        fix = f"; while torch.export records, give all axes: {name}[:, None, None, :] if it is padding"
+        checks.broadcastable(name, shape, target, ", ".join(axes), fix if is_exporting() and missing else "")
         return array
     if checks.broadcasts(shape, target):
         spelled = f"{name}[{', '.join([':'] * count + ['None'] * missing + [':'] * (missing == 2))}]"

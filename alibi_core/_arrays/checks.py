@@ -299,10 +299,10 @@ def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(padded, target, strict=True))
 
 
-def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str) -> None:
+def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str, fix: str = "") -> None:
     """Check that ``shape`` broadcasts to ``target``, whose axes are called ``axes`` in the message."""
     if not broadcasts(shape, target):
-        raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}")
+        raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}{fix}")
 
 
 def by_token(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str) -> None:

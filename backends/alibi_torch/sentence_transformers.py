@@ -105,7 +105,7 @@ class AlibiEmbedding(InputModule):
         # Where files are missing, transformers 5 makes a tokenizer that knows special tokens alone.
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise FileNotFoundError(
-                f"folder must hold the files of its tokenizer, such as tokenizer.json, got {folder}"
+                f"folder must hold the files of a tokenizer that knows words, such as tokenizer.json, got {folder}"
             )
         return cls(encoder, tokenizer, **own | options).eval()
 

@@ -131,7 +131,7 @@ ATTENTION = [
 OF_BACKENDS = [
     *ATTENTION,
     value("tolerance must not be negative", tolerance=-1e-3),
-    value("implementation must be one of .*'dense', got 'fastest'", implementation="fastest"),
+    value("implementation must be one of .*'dense'.*, got 'fastest'", implementation="fastest"),
 ]
 
 

@@ -173,3 +173,10 @@ def test_who_names_an_implementation_gets_it() -> None:
     layer = AlibiAttention(32, 4, implementation="tiled")
     program = torch.export.export(layer, x(2, 10), dynamic_shapes=({0: ANY, 1: ANY},))
     assert "alibi.attention" in str(program.graph)
+
+
+def test_a_boolean_mask_of_two_axes_is_refused_with_the_fix() -> None:
+    program = Program(AlibiAttention(32, 4, is_causal=False), lambda layer, x, mask: layer(x, mask=mask))
+    given = (*x(2, 10), torch.ones(2, 10, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"mask must broadcast to .*; while torch.export .*mask\[:, None, None, :\]"):
+        torch.export.export(program, given, dynamic_shapes=(({0: ANY, 1: ANY}, {0: ANY, 1: ANY}),))

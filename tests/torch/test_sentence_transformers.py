@@ -95,7 +95,7 @@ def test_a_folder_without_its_tokenizer_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     with pytest.raises(
-        FileNotFoundError, match=r"folder must hold the files of its tokenizer, such as tokenizer\.json"
+        FileNotFoundError, match=r"folder must hold the files of a tokenizer that knows words, such as tokenizer\.json"
     ):
         AlibiEmbedding.of(folder)
 
