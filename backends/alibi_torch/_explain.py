@@ -55,7 +55,9 @@ def explain(
     if call.is_empty:
         return Explanation.of_nothing(call)
     chosen = choose(call, query, key, value, implementation)
-    refusals = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
+    # No call takes "triton" by default: why it would not run is of no interest.
+    considered = [name for name in IMPLEMENTATIONS if name != "triton"]
+    refusals = {name: refusal(name, call, query, key, value) for name in considered}
     with torch.no_grad():
         return Explanation.of(
             call, (query, key, value), chosen, refusals, leaves_out=chosen in ("tiled", "flex", "triton")
