@@ -9,7 +9,7 @@ from alibi_core.backend import LENGTH_FIRST, AttentionCall, fixed_positions
 from alibi_core.backend.checks import explains_keywords, is_dimension
 from alibi_jax._call import operands_of
 from alibi_jax._compatible import broadcasting
-from alibi_jax._dispatch import Implementation, attend, checked, choose, dense, without_gradient
+from alibi_jax._dispatch import Implementation, attend, attend_densely, checked, choose, without_gradient
 
 
 @explains_keywords
@@ -132,7 +132,7 @@ def attention(
     if call.dense_only is None:
         return jnp.swapaxes(run(call, *tensors, checked(implementation)), -3, -2)
     choose(checked(implementation), call)  # raises if another implementation is named
-    found = dense(call, *tensors, dropout_key=dropout_key)
+    found = attend_densely(call, *tensors, dropout_key=dropout_key)
     return (jnp.swapaxes(found[0], -3, -2), found[1]) if call.return_weights else jnp.swapaxes(found, -3, -2)
 
 
@@ -152,7 +152,7 @@ def run(
     if call.is_empty:
         return jnp.zeros_like(query)
     if implementation == "dense":
-        return dense(call, query, key, value)
+        return attend_densely(call, query, key, value)
     return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)
 
 

@@ -207,16 +207,27 @@ def no_kernel() -> None:
 
 
 def uneven_key_heads() -> None:
-    """Check explicit sharding along heads where the heads of keys do not divide."""
-    for heads, kv_heads, count in ((8, 2, 8), (6, 3, 2), (8, 2, 4)):
+    """Check explicit sharding along heads where the heads of keys do not divide, or are not divided."""
+
+    def with_weights(*arrays: Any) -> jax.Array:
+        result, weights = attention(*arrays, return_weights=True)
+        return result + jnp.swapaxes(weights, 1, 2)[..., :4]  # the weights of the first 4 keys
+
+    def answers(attend: Callable[..., jax.Array], *arrays: jax.Array) -> list[jax.Array]:
+        return [attend(*arrays[:3], arrays[4]), *gradients(attend, *arrays)]
+
+    dense = functools.partial(attention, implementation="dense")
+    for heads, kv_heads, count in ((8, 2, 8), (6, 3, 2), (8, 2, 4), (8, 4, 4)):
         mesh = jax.make_mesh((count,), ("heads",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:count])
         arrays = [*normal(2, 300, heads, kv_heads, kv_heads, heads), 2.0 ** -jnp.arange(1.0, heads + 1)]
-        expected = gradients(functools.partial(attention, implementation="dense"), *arrays)
-        with jax.set_mesh(mesh):
-            placed = [jax.device_put(arrays[0], NamedSharding(mesh, Spec(None, None, "heads"))), *arrays[1:]]
-            found = jax.jit(functools.partial(gradients, attention))(*placed)
-        for one, exact in zip(found, expected, strict=True):
-            assert np.abs(one - exact).max() < 300 * 2.0**-24 * np.abs(exact).max()
+        for attend, right in ((attention, dense), (dense, dense), (with_weights, with_weights)):
+            expected = answers(right, *arrays)
+            with jax.set_mesh(mesh):
+                placed = [jax.device_put(arrays[0], NamedSharding(mesh, Spec(None, None, "heads"))), *arrays[1:]]
+                found = jax.jit(functools.partial(answers, attend))(*placed)
+            assert found[0].sharding.spec[2] == "heads"
+            for one, exact in zip(found, expected, strict=True):
+                assert np.abs(one - exact).max() < 300 * 2.0**-24 * np.abs(exact).max()
 
 
 # --- Programs divided by batch and heads ----------------------------------------------------------------------------

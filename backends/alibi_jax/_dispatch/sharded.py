@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from alibi_core.backend import AttentionCall
 from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch.choice import Implementation
-from alibi_jax._dispatch.derivatives import differentiable
+from alibi_jax._dispatch.derivatives import dense, differentiable
 from alibi_jax._dispatch.primitive import backward, forward
 from alibi_jax._tpu import TPU
 
@@ -80,6 +81,24 @@ def attend(operands: Operands, implementation: Implementation | None) -> jax.Arr
     names = names if len(names) < len(mesh.axis_names) else set()
     divided = jax.shard_map(with_own_heads, mesh=mesh, in_specs=(specs,), out_specs=specs.query, axis_names=names)
     return divided(operands)
+
+
+def attend_densely(call: AttentionCall, query: Any, *keys: Any, dropout_key: jax.Array | None = None) -> Any:
+    """Return dense attention; a key and value that are explicitly sharded unlike the query are resharded like it.
+
+    Key/value heads that do not divide among the query's shards are repeated until they do.
+    """
+    sharding = jax.typeof(query).sharding
+    *batch, heads = sharding.spec[:-2]
+    if any(jax.typeof(x).sharding.spec[:-2] != sharding.spec[:-2] for x in keys):
+        repeats = math.lcm(call.num_kv_heads, _size(sharding.mesh, heads)) // call.num_kv_heads
+
+        def placed(array: Any, heads: Any) -> jax.Array:
+            return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*batch, heads, None, None)))
+
+        keys = tuple(placed(jnp.repeat(placed(x, None), repeats, axis=-3), heads) for x in keys)
+        call = replace(call, num_kv_heads=call.num_kv_heads * repeats)
+    return dense(call, query, *keys, dropout_key=dropout_key)
 
 
 def _size(mesh: Any, axes: Any) -> int:
