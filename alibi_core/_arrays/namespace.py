@@ -121,7 +121,9 @@ def is_int(value: Any) -> bool:
 def is_dimension(value: Any) -> bool:
     """Whether ``value`` is a symbolic dimension of ``jax.export``: some comparisons of it raise."""
     export = sys.modules.get("jax.export")
-    return export is not None and not hasattr(value, "dtype") and bool(export.is_symbolic_dim(value))
+    if export is None or isinstance(value, int):  # so are symbols of torch.compile, which cannot trace what follows
+        return False
+    return not hasattr(value, "dtype") and bool(export.is_symbolic_dim(value))
 
 
 def is_nested(value: Any) -> bool:

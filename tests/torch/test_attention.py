@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import io
 import itertools
 from collections.abc import Callable
@@ -53,6 +54,8 @@ def test_models_compile_whole_with_their_gradients_and_export_for_any_length() -
 
 def test_core_functions_compile_with_dynamic_lengths() -> None:
     torch.compiler.reset()
+    if importlib.util.find_spec("jax") is not None:
+        importlib.import_module("jax.export")  # where it is loaded, the core asks it which lengths are symbols
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bias = alibi_core.bias(12, x.shape[0], x.shape[1], xp=torch)
