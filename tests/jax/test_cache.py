@@ -47,7 +47,7 @@ def test_what_is_too_far_away_is_not_read(implementation: Any) -> None:
     query = tokens(1, HEADS, seed=2)
     expected = attended(implementation)(cache, query)
     # A slope of 1/2 looks back some 70 tokens; they are read in blocks of at most 1,024.
-    poison = jnp.where(jnp.arange(4000) < 3500 - 1200, jnp.nan, 0)[:, None]
+    poison = jnp.where(jnp.arange(cache.max_length) < 3500 - 1200, jnp.nan, 0)[:, None]
     poisoned = copy.copy(cache)
     vars(poisoned).update(keys=cache.keys + poison, values=cache.values + poison)
     np.testing.assert_array_equal(attended(implementation)(poisoned, query), expected)
