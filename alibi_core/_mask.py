@@ -61,11 +61,11 @@ def with_score_axes(
     missing = len(target) - len(shape)
     # The shape if batch axes come first, and the shape as broadcasting reads it.
     batch_first, aligned = shape[:count] + (1,) * missing + shape[count:], (1,) * missing + shape
-    # torch.export would turn a comparison of dynamic sizes into a guard.
-    may_be_first = missing in (1, 2) and batch_first != aligned and not is_exporting()
+    is_recorded = is_exporting()  # torch.export would turn a comparison of dynamic sizes into a guard
+    may_be_first = missing in (1, 2) and batch_first != aligned and not is_recorded
     if not may_be_first or shape[:count] != target[:count] or not checks.broadcasts(batch_first, target):
-        fix = f"; while torch.export records, give all axes: {name}[:, None, None, :] if it is padding"
-        checks.broadcastable(name, shape, target, ", ".join(axes), fix if is_exporting() and missing else "")
+        fix = "; while torch.export records, give all axes: {}[:, None, None, :] if it is padding"
+        checks.broadcastable(name, shape, target, ", ".join(axes), fix.format(name) if is_recorded and missing else "")
         return array
     if checks.broadcasts(shape, target):
         spelled = f"{name}[{', '.join([':'] * count + ['None'] * missing + [':'] * (missing == 2))}]"
