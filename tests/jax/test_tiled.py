@@ -33,7 +33,7 @@ def compiled(function: Any, implementation: Any) -> Any:
 
 # --- Exact, in many tiles -------------------------------------------------------------------------------------------
 
-SEES_NOTHING = ((np.arange(300) < 20) | (np.arange(300) > 290))[None, None, :, None]
+SEES_NOTHING = np.repeat(((np.arange(300) < 20) | (np.arange(300) > 290))[None, None, :, None], 400, axis=-1)
 EXAMPLES = {
     "five jobs, four at a time": plain(Sizes(1, 1, 1, (1100, 1100), 2)),
     "queries that see nothing": plain(Sizes(2, 1, 2, (300, 400), 3), "symmetric", mask=SEES_NOTHING),

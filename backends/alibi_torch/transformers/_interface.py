@@ -81,7 +81,7 @@ def alibi_attention(
                 f"in a {type(module).__name__}; attention to another sequence has no distances"
             )
     # Unused slots of a static cache; a mask without the queries' own keys is no such mask, and is refused below.
-    if attention_mask is not None and query.shape[2] <= attention_mask.shape[-1] < key.shape[2]:
+    if attention_mask is not None and max(query.shape[2], 2) <= attention_mask.shape[-1] < key.shape[2]:
         key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))
     options |= _mask_options(attention_mask, is_causal, query, key, position_ids)
     options["return_weights"] = _wants_weights(module, kwargs.get("output_attentions"))
@@ -113,7 +113,10 @@ def alibi_mask(
         pattern = None  # under a compiler, the filled length is not known yet
     elif not both_directions:
         filled = int(q_offset) + q_length - kv_offset
-        has_room, kv_length = filled < kv_length, min(filled, kv_length)
+        if filled == 1 < kv_length:  # a mask of one key could be a caller's mistake, which broadcasts
+            pattern = None
+        else:
+            has_room, kv_length = filled < kv_length, min(filled, kv_length)
     if pattern is None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         positions = (batch_size, q_length, kv_length, q_offset, kv_offset)
