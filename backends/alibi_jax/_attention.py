@@ -93,6 +93,7 @@ def attention(
     References:
         Press, Smith, Lewis, "Train Short, Test Long", section 3 and footnote 10, arXiv 2108.12409.
     """
+    implementation = checked(implementation)
     for name, array in (("query", query), ("key", key), ("value", value)):
         sizes = getattr(array, "shape", ())[-3:]
         if any(map(is_dimension, sizes[implementation == "dense" :])):  # the checks below would compare symbols
@@ -130,8 +131,8 @@ def attention(
         raise TypeError(f"dropout_key must be a key, got {dropout_key!r}; jax.random.key makes one")
     tensors = [jnp.swapaxes(x, -3, -2) for x in (query, key, value)]
     if call.dense_only is None:
-        return jnp.swapaxes(run(call, *tensors, checked(implementation)), -3, -2)
-    choose(checked(implementation), call)  # raises if another implementation is named
+        return jnp.swapaxes(run(call, *tensors, implementation), -3, -2)
+    choose(implementation, call)  # raises if another implementation is named
     found = attend_densely(call, *tensors, dropout_key=dropout_key)
     return (jnp.swapaxes(found[0], -3, -2), found[1]) if call.return_weights else jnp.swapaxes(found, -3, -2)
 
