@@ -53,7 +53,8 @@ STEPS: dict[str, tuple[tuple[int, int, int, int], int, bool]] = {
     "step, heads of 64": ((1, 8, 8, 64), 5000, False),
     "step, one key head": ((2, 71, 1, 64), 32768, False),
 }
-MOVED = 3e6  # bytes, of caches of up to 164 MB, that XLA's part of a step may read and write
+# Bytes, of caches of up to 164 MB, that XLA's part of a step may read and write; more where a chip has two cores.
+MOVED = dict.fromkeys(TOPOLOGIES, 3e6) | {"v5p:2x2x1": 3.2e6}
 COLLECTIVES = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast"
 KERNELS = {"alibi_forward", "alibi_backward_of_keys", "alibi_backward_of_queries"}
 PLAN = 2**20  # bytes that plans and loops take at any length here
@@ -212,8 +213,8 @@ def test_kernels_compile_with_temporaries_that_are_linear_in_the_length(topology
         if name in STEPS:
             (batch, num_heads, num_kv_heads, head_dim), length, _ = STEPS[name]
             cache = 2 * batch * num_kv_heads * (length + 127) * head_dim * BYTES["bfloat16"]
-            assert line["accessed"] - line["declared"] <= MOVED, (name, line)
-            assert line["declared"] <= cache + MOVED  # the kernel reads keys and values once
+            assert line["accessed"] - line["declared"] <= MOVED[topology], (name, line)
+            assert line["declared"] <= cache + MOVED[topology]  # the kernel reads keys and values once
             # A block has the heads that share a key head, in whole tiles of 16 rows.
             rows = math.ceil(num_heads // num_kv_heads / 16) * 16
             assert line["blocks"] == [[batch * num_kv_heads, rows, head_dim]]

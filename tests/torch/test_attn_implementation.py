@@ -106,8 +106,8 @@ def test_a_text_in_several_calls_is_the_text_in_one(kind: str) -> None:
     )
     parts = [hidden(model, x, use_cache=True, **{CACHE: cache}) for x in tokens.split([1, 10, 1, 7, 1, 9, 1], dim=1)]
     assert error(torch.cat(parts, dim=1), whole) <= allowed()
+    mask = torch.ones(2, 1, 1, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="mask must have all (31|50) keys in its last axis"):
-        mask = torch.ones(2, 1, 1, 1, dtype=torch.bool)
         hidden(model, tokens[:, :1], attention_mask=mask, use_cache=True, **{CACHE: cache})
 
 
