@@ -393,7 +393,7 @@ class AttentionCall:
                 ``added_key_bias`` and ``added_bias``, plus a constant a row that keeps numbers small. -inf where
                 masked, but 0 along a fully masked row.
             attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for fully masked rows, whose
-                result must be replaced by zeros; None if there are none.
+                result must be replaced by zeros; None if there are none, or no scores.
         """
         terms = self.bias_terms() if terms is None else terms
         bias = self._linear_bias(terms.relative, terms.visible, reach=terms.reach, out=out)
@@ -409,11 +409,11 @@ class AttentionCall:
         xp = self.xp
         relative, rest, nearest = self._relative(relative)
         visible, attends = self.visible(relative), None
-        if visible is not None and not self.every_query_attends:
+        # Without scores there is nothing to reduce, which MLX 0.32 might do for ever.
+        if visible is not None and not self.every_query_attends and not self.is_empty:
             # [..., q_len, 1]: False for fully masked rows
             attends = xp.any(visible, axis=-1, keepdims=True)
-            has_own_rules = self.mask is not None or self.q_segment_ids is not None or self.q_points is not None
-            if has_own_rules and not self.is_empty:
+            if self.mask is not None or self.q_segment_ids is not None or self.q_points is not None:
                 nearest = self._origin(relative, visible)
             visible = xp.logical_or(visible, xp.logical_not(attends))
             nearest = None if nearest is None else xp.where(attends, nearest, 0)

@@ -1,6 +1,7 @@
 """MLX alone: its transformations, its modules, caches and files, and where MLX itself falls short."""
 
 import functools
+import re
 import threading
 
 import numpy as np
@@ -43,6 +44,23 @@ def test_dtypes_of_other_libraries_are_refused():
 
 
 # --- Implementations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"implementation": "dense"}, {"return_weights": True}, {"law": "log"}])
+def test_nothing_is_reduced_without_keys(how, tmp_path):
+    # MLX may never end a reduction over no elements: there must be none, neither here nor in the gradients.
+    query, slopes, mask = normal(2, 3, 4, 5, seed=0), mx.ones((2, 3)), mx.zeros((4, 0), dtype=mx.bool_)
+
+    def total(query, key, slopes):
+        result = attention(query, key, key, slopes, is_causal=False, mask=mask, **how)
+        return (result[0] if "return_weights" in how else result).sum()
+
+    found = mx.value_and_grad(total, (0, 1, 2))(query, mx.zeros((2, 3, 0, 5)), slopes)
+    mx.export_to_dot(str(tmp_path / "graph.dot"), found[0], *found[1])
+    graph = (tmp_path / "graph.dot").read_text()
+    reductions = re.findall('label ="(All|And|Any|Max|Min|Or|Prod|Sum)"', graph)
+    assert reductions == ["Sum"], graph  # of the result
+    assert not any(np.asarray(x).any() for x in found[1])
 
 
 def test_streams_may_differ():
