@@ -10,7 +10,7 @@
 # make docs    the site, in out/site; a warning is an error
 # make check   the conformance kit: is every installed backend ALiBi?
 # make bench   speed and memory, against peers
-# make build   what a release publishes, in dist
+# make build   what a release publishes, in dist, checked, and tried by itself
 # Each sets up .venv by itself, with the versions of constraints.txt; users install without them.
 
 PYTHON ?= python3
@@ -118,10 +118,14 @@ build: RUN := $(OUT)/build/bin/python
 build:
 	rm -rf dist
 	$(PYTHON) -m venv --clear $(OUT)/build
-	$(PIP) build
+	$(PIP) build twine
 	$(RUN) -m build
+	$(RUN) -m twine check --strict dist/*.whl dist/*.tar.gz
 	$(INSTALL) dist/*.whl
-	$(RUN) -m alibi_core golden write dist/golden-vectors
+	$(RUN) -Im alibi_core slopes 8
+	$(RUN) -Ic 'import alibi_core; print(alibi_core.bias(2, 3))'
+	$(RUN) -Im alibi_core conformance alibi_core
+	$(RUN) -Im alibi_core golden write dist/golden-vectors
 	cd dist && $(PYTHON) -m zipfile --create alibi-golden-vectors.zip golden-vectors
 
 clean:

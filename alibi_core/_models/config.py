@@ -86,6 +86,8 @@ class AlibiConfig:
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
         window_size, distance, law: As in :func:`alibi_core.attention`.
         implementation: As in the backend's ``attention``, which checks it: the name of an implementation.
+        gradient_checkpointing: Whether training keeps only the inputs of blocks for the backward pass, which computes
+            each block again. Results and gradients are the same. Calls with caches keep everything.
 
     Raises:
         TypeError: If a field is of the wrong kind.
@@ -129,13 +131,14 @@ class AlibiConfig:
     distance: str = "manhattan"
     law: str = "linear"
     implementation: Any = None
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "embed_dim", "num_heads", "max_len", "expansion_factor"):
             checks.positive_int(name, getattr(self, name))
         if self.embed_dim % self.num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads ({self.num_heads}), got {self.embed_dim}")
-        for name in _SWITCHES:
+        for name in (*_SWITCHES, "gradient_checkpointing"):
             checks.boolean(name, getattr(self, name))
         for name, words in (("block", BLOCKS), ("activation", ACTIVATIONS), ("norm", NORMS)):
             checks.one_of(name, getattr(self, name), words)

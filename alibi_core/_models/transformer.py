@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,14 @@ class BaseParts(Module):
 
 
 class BaseBlock(Module):
-    """A block: attention and a feed-forward layer with residual connections."""
+    """A block: attention and a feed-forward layer with residual connections.
+
+    A backend defines ``_checkpointed(run, x)``: ``run(block, x)``, computed again in the backward pass if there is one.
+    """
 
     def _build(self, parts: BaseParts) -> None:
         self.kind, self.is_gated = parts.config.block, parts.config.gated
+        self.is_checkpointed = parts.config.gradient_checkpointing
         self.attention_norm = parts.norm()
         self.attention = parts.attention()
         if self.kind != "shared_norm":
@@ -74,6 +79,11 @@ class BaseBlock(Module):
 
     def __call__(self, x: Any, *, cache: Any, **rules: Any) -> Any:
         """Return the block's output, ``[batch, length, embed_dim]``; in JAX, with a cache, the updated cache, too."""
+        if self.is_checkpointed and cache is None:  # computed twice, a block would fill its cache twice
+            return self._checkpointed(partial(type(self)._run, cache=None, **rules), x)
+        return self._run(x, cache=cache, **rules)
+
+    def _run(self, x: Any, *, cache: Any, **rules: Any) -> Any:
         # Post-norm attends to the input itself, pre-norm to its norm.
         is_post_norm = self.kind in ("post_norm", "double_post_norm")
         normed = x if is_post_norm else self.attention_norm(x)

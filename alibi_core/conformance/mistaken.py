@@ -72,13 +72,7 @@ class Mistaken:
             return self._stored(reference.attend(Computation(made, state, query, key, value, slopes, **arguments)))
 
     def attention_grad(
-        self,
-        query: Values,
-        key: Values,
-        value: Values,
-        slopes: Values,
-        wrt: tuple[str, ...] | None = None,
-        **arguments: Any,
+        self, query: Values, key: Values, value: Values, slopes: Values, wrt: Any = None, **arguments: Any
     ) -> dict[str, Values]:
         """Return gradients by name."""
         made, state = self._made["attention_grad"], self._state

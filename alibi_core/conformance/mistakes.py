@@ -90,6 +90,8 @@ mistake("canonical slopes", "The slopes given are ignored: it uses the canonical
         slopes=lambda c, x: canonical(c.num_heads) + 0 * x)
 listed("canonical slopes from 1", "Slopes of the largest power of two of heads start at 1: the head index is off by "
        "one.", lambda n: np.concatenate([2.0 ** (-8 * np.arange(p := 1 << n.bit_length() - 1) / p), canonical(n)[p:]]))
+listed("slopes of the next power of two", "Head counts that are no power of two have the first slopes of the next one.",
+       lambda n: canonical(1 << (n - 1).bit_length())[:n])
 mistake("negated slopes", "They are negative: distance would be rewarded, where -slope * distance is added.",
         slope_list=lambda n, x: -x)
 remade("sorted slopes", "Slopes are sorted, steepest first: for head counts that are no power of two, heads get one "
@@ -147,6 +149,8 @@ mistake("top-left", "Queries are aligned to the top left (the first query at the
         "KV cache needs kv_len - q_len.", q_offset=lambda c, x: 0 * x)
 mistake("bottom-right", "Queries are aligned to the bottom right (the last query at the last key), whatever q_offset "
         "says.", q_offset=lambda c, x: 0 * x + c.kv_len - c.q_len)
+mistake("bias top-left", "The bias counts queries from the first key, whatever q_offset says; the mask is right.",
+        ahead=lambda c, x: x + c.q_offset)
 mistake("offset one more", "Queries are one token too far on: q_offset is off by one.", q_offset=lambda c, x: x + 1)
 mistake("offset one less", "Queries are one token too far back: q_offset is off by one.", q_offset=lambda c, x: x - 1)
 mistake("first batch offset", "Queries are placed by the first batch entry's q_offset for all.",

@@ -58,6 +58,7 @@ class AlibiEmbedding(InputModule):
     """
 
     save_in_root = True
+    session: Any = None  # of onnxruntime, in place of the encoder
 
     def __init__(
         self,
@@ -113,17 +114,21 @@ class AlibiEmbedding(InputModule):
     def load(cls, model_name_or_path: str, subfolder: str = "", **options: Any) -> AlibiEmbedding:
         """Return the module that ``SentenceTransformer.save`` wrote; ``sentence-transformers`` calls this.
 
-        ``dtype`` or ``torch_dtype`` in ``model_kwargs`` is the dtype of the parameters. Default: that of the file.
+        ``dtype`` or ``torch_dtype`` in ``model_kwargs`` is the dtype of the parameters. Default: that of the file. With
+        ``backend="onnx"``, onnxruntime embeds sentences, on the ``provider`` in ``model_kwargs``. The program is made
+        here, and no file is written.
         """
         names = ("token", "cache_folder", "revision", "local_files_only")
         where = {name: options[name] for name in names if name in options}
         folder = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **where)
-        one_of("backend", options.get("backend", "torch"), ("torch",))
+        backend = one_of("backend", options.get("backend", "torch"), ("torch", "onnx"))
         model_kwargs = options.get("model_kwargs") or {}
         dtype = model_kwargs.get("dtype") or model_kwargs.get("torch_dtype")
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else getattr(torch, dtype)
-        return cls.of(folder, dtype=dtype)
+        module = cls.of(folder, dtype=dtype)
+        module.session = _session_of(module, model_kwargs.get("provider")) if backend == "onnx" else None
+        return module
 
     def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **_: Any) -> dict[str, Tensor]:
         """Return the tokens of prompt + text for each text, ``[batch, length]``, and the attention mask."""
@@ -134,11 +139,19 @@ class AlibiEmbedding(InputModule):
     def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
         """Add ``sentence_embedding``, ``[batch, embed_dim]``, to ``features``."""
         types = features.get("token_type_ids") if self.encoder.config.token_types else None
-        rules = {"mask": features["attention_mask"], "token_types": types, "pooling": self.pooling}
-        vectors = self.encoder.encode(features["input_ids"], **rules)
-        features["sentence_embedding"] = torch.nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
+        if self.session is None:
+            features["sentence_embedding"] = self._embed(features["input_ids"], features["attention_mask"], types)
+        else:
+            inputs = {"token_type_ids": torch.zeros_like(features["input_ids"])} | features
+            given = {x.name: inputs[x.name].cpu().numpy() for x in self.session.get_inputs()}
+            features["sentence_embedding"] = torch.from_numpy(self.session.run(None, given)[0])
         mask = features["attention_mask"][:, None, None, :] != 0
         return _Features(features, lambda: self.encoder(features["input_ids"], mask=mask, token_types=types))
+
+    def _embed(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        rules = {"mask": attention_mask, "token_types": token_type_ids, "pooling": self.pooling}
+        vectors = self.encoder.encode(input_ids, **rules)
+        return torch.nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
 
     def get_embedding_dimension(self) -> int:
         """Return the number of features of a vector."""
@@ -153,6 +166,29 @@ class AlibiEmbedding(InputModule):
         weights = {name: x.contiguous() for name, x in self.encoder.state_dict().items()}
         save_file(weights, folder / WEIGHTS, {"format": "pt"})
         self.save_tokenizer(output_path)
+
+
+class _Program(torch.nn.Module):
+    """What a program of ONNX computes: the vectors of sentences."""
+
+    def __init__(self, module: AlibiEmbedding) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        return self.module._embed(input_ids, attention_mask, token_type_ids)
+
+
+def _session_of(module: AlibiEmbedding, provider: str | None) -> Any:
+    """Return a session of onnxruntime with the program of a module, for any number of texts of any length."""
+    import onnxruntime
+
+    # Different tensors: torch.export takes one that is given twice for one input.
+    given = tuple(torch.ones((2, 8), dtype=torch.long) for _ in range(3 if module.encoder.config.token_types else 2))
+    shapes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) * len(given)
+    program = torch.onnx.export(_Program(module).eval(), given, dynamic_shapes=shapes, verbose=False)
+    providers = onnxruntime.get_available_providers() if provider is None else [provider]
+    return onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=providers)
 
 
 class _Features(dict[str, Any]):

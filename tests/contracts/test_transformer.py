@@ -12,7 +12,7 @@ import pytest
 
 from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import FRAMEWORK, NAMES, NAMES_SLOW_IN_JAX, few_in_jax
-from tests.support.layers import load, save
+from tests.support.layers import load, save, seed
 from tests.support.models import Model, lively_model, make_model, make_module
 
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -96,6 +96,7 @@ def test_config_is_frozen_and_positional_and_has_the_customary_defaults() -> Non
         ("norm_epsilon", 0.0, ValueError, "norm_epsilon must be positive, got 0.0"),
         ("scale", -1.0, ValueError, "scale must be positive, got -1.0"),
         ("clip_qkv", 0, ValueError, "clip_qkv must be positive, got 0"),
+        ("gradient_checkpointing", 1, TypeError, "gradient_checkpointing must be True or False, got 1"),
         ("slopes", [0.5] * 8, TypeError, "slopes must be a tuple of numbers, got list"),
         ("slopes", (-0.5,) * 8, ValueError, "slopes must not be negative, got -0.5"),
         ("future_slopes", 0.5, TypeError, "future_slopes must be a tuple of numbers, got float"),
@@ -186,6 +187,51 @@ def test_gradients_reach_every_weight(name: str, block: str) -> None:
     assert len(gradients) == len(model.weights)  # so slopes that are not learnable have none
     # A key's bias adds the same to every score of a row, so its gradient is 0 but for rounding.
     assert [x for x, gradient in gradients.items() if not gradient.any() and not x.endswith("k_proj.bias")] == []
+
+
+def kept(model: Model, tokens: np.ndarray) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass; in MLX, the most that both allocate."""
+    inner, bytes_of = model.inner, lambda x: int(np.prod(x.shape)) * x.dtype.itemsize
+    if model.name == "torch":
+        torch, sizes = importlib.import_module("torch"), list[int]()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(bytes_of(x)) or x, lambda x: x):
+            inner(torch.asarray(tokens))
+        return sum(sizes)
+    if model.name == "mlx":
+        mlx = importlib.import_module("mlx.core")
+        mlx.reset_peak_memory()
+        model.gradients(tokens)
+        return mlx.get_peak_memory()
+    jax, nnx = map(importlib.import_module, ("jax", "flax.nnx"))
+    inner.eval()
+    graph, weights, others = nnx.split(inner, nnx.Param, ...)
+    saved = jax.eval_shape(lambda x: jax.vjp(lambda x: nnx.merge(graph, x, others)(tokens), x)[1], weights)
+    return sum(map(bytes_of, jax.tree.leaves(saved)))
+
+
+@pytest.mark.parametrize(("name", "is_causal"), few_in_jax(NAMES, (True, False)))
+def test_gradient_checkpointing_changes_no_gradient_and_keeps_less(name: str, is_causal: bool) -> None:
+    changes = {"num_layers": 4, "dropout": 0.3, "is_causal": is_causal, "learnable_slopes": True, "token_types": 2}
+    config, text = dataclasses.replace(SMALL, **changes), tokens(2, 99) % SMALL.embed_dim
+    kind = "AlibiLanguageModel" if is_causal else "AlibiEncoder"
+    plain, model = (
+        make_model(name, kind, dataclasses.replace(config, gradient_checkpointing=x), VOCAB_SIZE) for x in (False, True)
+    )
+    for step in range(2):  # the second step draws other features to drop
+        seed(name, step)
+        expected = plain.gradients(text)
+        seed(name, step)
+        found = model.gradients(text)
+        assert len(found) == len(expected) == len(plain.weights)
+        # XLA may sum in another order where it compiles another program.
+        error = 2.0**-18 * max(np.abs(x).max() for x in expected.values()) if name == "jax" else 0
+        for weight, gradient in expected.items():
+            np.testing.assert_allclose(found[weight], gradient, rtol=0, atol=error, err_msg=weight)
+    assert kept(model, text) < 0.7 * kept(plain, text)
+    if is_causal:
+        caches = model.inner.transformer.make_caches(2, 9)
+        model(tokens(2, 9), caches=caches)
+        assert {int(cache.length) for cache in caches} == {9}
 
 
 PAIRS = [pytest.param(pair, id="-to-".join(pair)) for pair in (("torch", "jax"), ("mlx", "torch"))]

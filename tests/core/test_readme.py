@@ -40,6 +40,8 @@ NEEDS = {
     "onnxscript": r"\bonnx\b",
     "onnxruntime": r"\bonnxruntime\b",
     "ndonnx": r"\bndonnx\b",
+    "peft": r"\bpeft\b",
+    "keras": r"\bkeras\b",
     "matplotlib": r"\bplot\b|\.figure\(",
 }
 
@@ -57,12 +59,13 @@ def examples() -> list[Any]:
 @pytest.mark.parametrize(("name", "blocks"), examples())
 def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # where an example writes files
+    # Environment of an example of several processes, for one process; and Keras needs a backend to be imported.
+    one = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    for variable, value in {**one, "KERAS_BACKEND": "torch"}.items():
+        monkeypatch.setenv(variable, value)
     for module, said in NEEDS.items():
         if any(re.search(said, block) for block in blocks):
             pytest.importorskip(module, reason=f"the examples of {name} need {module}")
-    # Environment of an example of several processes, for one process.
-    for variable, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(variable, value)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     names: dict[str, Any] = {}
     output: list[str] = []

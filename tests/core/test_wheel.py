@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.core.test_readme import BLOCK, NEEDS, README, ROOT
 
 pytestmark = pytest.mark.slow
 EXTRAS = ("", "torch", "jax", "mlx", "transformers", "plot")
+REPOSITORY = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "a/b", "GITHUB_REF_NAME": "v1"}
 RUN_BLOCKS = """
 import doctest, json, sys
 runner, names = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE), {}
@@ -62,9 +64,24 @@ def declared(extra: str) -> Iterator[importlib.metadata.Distribution]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | REPOSITORY)
     (built,) = folder.glob("*.whl")
     return built
+
+
+def test_the_page_of_the_package_is_valid_and_links_to_files(wheel: Path) -> None:
+    metadata = pytest.importorskip("packaging.metadata").Metadata
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = metadata.from_email(archive.read(name), validate=True)
+    links = [*re.findall(r"\]\(([^)]+)\)", found.description), *found.project_urls.values()]
+    files = [x for x in links if x not in ("https://arxiv.org/abs/2108.12409", "https://host/a/b")]
+    for link in files:
+        place = re.fullmatch(r"https://host/a/b/(?:blob|raw)/v1/([^#]+)(?:#.*)?", link)
+        assert place, link
+        assert (ROOT / place[1]).is_file(), link
+    assert len(files) > 25
+    assert found.author == "The alibi-core authors"
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra or "core")

@@ -91,3 +91,15 @@ def test_a_quantized_model_computes_with_the_quantized_weights(changes):
     assert_close(model(batch), exact(batch), terms=2 * 64)
     steps = [model(batch[:, i : i + 1], caches=caches) for i in range(13)]
     assert_close(mx.concatenate(steps, axis=1), exact(batch), terms=2 * 64)
+
+
+def test_gradient_checkpointing_refuses_a_block_that_would_draw_other_random_numbers() -> None:
+    class Noise(nn.Module):
+        def __call__(self, x: Any, **rules: Any) -> Any:
+            return x * mx.random.uniform(shape=x.shape)
+
+    config = dataclasses.replace(SMALL, num_layers=1, gradient_checkpointing=True)
+    model = AlibiLanguageModel(config, VOCAB_SIZE, attention=lambda config: Noise())
+    assert model(tokens(1, 5)).shape == (1, 5, VOCAB_SIZE)
+    with pytest.raises(NotImplementedError, match="^gradient_checkpointing must be False where a block draws random"):
+        nn.value_and_grad(model, lambda model: model(tokens(1, 5)).sum())(model)

@@ -16,11 +16,16 @@ def make_module(name: str, kind: str, *arguments: Any, **options: Any) -> Any:
     package = importlib.import_module(f"alibi_{name}")
     if name == "jax":
         options["rngs"] = importlib.import_module("flax.nnx").Rngs(0)
-    elif name == "torch":
-        importlib.import_module("torch").manual_seed(0)
-    elif name == "mlx":
-        importlib.import_module("mlx.core").random.seed(0)
+    seed(name, 0)
     return getattr(package, kind)(*arguments, **options)
+
+
+def seed(name: str, number: int) -> None:
+    """Seed a framework's global random numbers; JAX has none."""
+    if name == "torch":
+        importlib.import_module("torch").manual_seed(number)
+    elif name == "mlx":
+        importlib.import_module("mlx.core").random.seed(number)
 
 
 def make_layer(name: str, **arguments: Any) -> Any:

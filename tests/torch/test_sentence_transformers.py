@@ -115,15 +115,33 @@ def test_a_trained_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> No
             parameter -= 0.1 * (0 if parameter.grad is None else parameter.grad)
     model.eval()
     model.save(str(tmp_path / "saved"))
+    said = json.loads((own := tmp_path / "saved" / "alibi_embedding.json").read_text())
+    assert said["config"].pop("gradient_checkpointing") is False  # older folders do not say it
+    own.write_text(json.dumps(said))
     modules = [AlibiEmbedding.of(tmp_path / "saved")]
     # sentence-transformers asks for trust in every class that is not its own.
     trusted = SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True)
-    with pytest.raises(ValueError, match="backend must be one of 'torch', got 'onnx'"):
-        SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True, backend="onnx")
+    with pytest.raises(ValueError, match="backend must be one of 'torch', 'onnx', got 'openvino'"):
+        SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True, backend="openvino")
     for again in (SentenceTransformer(modules=modules, device="cpu"), trusted):
         np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
         assert (again.max_seq_length, again[0].normalize) == (5, True)
     assert np.abs(model.encode(TEXTS[0]) - expected(folder, TEXTS[0])).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_onnxruntime_embeds_sentences(folder: Path, tmp_path: Path) -> None:
+    for name in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    module = AlibiEmbedding.of(folder, normalize=True)
+    SentenceTransformer(modules=[module], device="cpu").save(str(tmp_path / "saved"))
+    torch_model, onnx_model = (
+        SentenceTransformer(str(tmp_path / "saved"), device="cpu", trust_remote_code=True, backend=backend)
+        for backend in ("torch", "onnx")
+    )
+    onnx_model[0].encoder.encode = None  # the program embeds alone
+    for texts in (TEXTS, TEXTS[:1], [" ".join(TEXTS) * 3]):
+        np.testing.assert_allclose(onnx_model.encode(texts), torch_model.encode(texts), atol=1e-5)
 
 
 def test_gradient_checkpointing_is_honoured(folder: Path) -> None:

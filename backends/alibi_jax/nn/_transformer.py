@@ -57,6 +57,14 @@ class Block(nnx.Module, models.BaseBlock):
     def __init__(self, parts: Parts) -> None:
         self._build(parts)
 
+    def _checkpointed(self, run: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        if not is_traced(nnx.state(self), x):  # so nothing is differentiated
+            return run(self, x)
+        if any(not layer.deterministic for _, layer in nnx.iter_modules(self) if isinstance(layer, nnx.Dropout)):
+            return nnx.remat(lambda block, x: run(block, x))(self, x)
+        # Flax's remat writes all state back, which it must not where a model comes from outside of a transformation.
+        return jax.checkpoint(partial(run, self))(x)
+
 
 class Activation(nnx.Module):
     """An activation, by its name in ``AlibiConfig``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,30 @@ from alibi_core.backend.checks import boolean_mask, explains_keywords, is_int, n
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import KVCache
 from alibi_mlx.nn._weights import SavesLayers
+
+# The random keys of dropout in a block with gradient checkpointing: a list where they are drawn, an iterator where the
+# block is computed again.
+KEYS: ContextVar[list[mx.array] | Iterator[mx.array] | None] = ContextVar("KEYS", default=None)
+
+
+class Dropout(nn.Dropout):
+    """Dropout that drops the same again where a block is computed again: MLX's own would draw anew."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+        self.kept = 1 - p
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return ``x`` with some features 0 in training, and the others larger."""
+        keys = KEYS.get()
+        if keys is None or self.kept == 1 or not self.training:
+            return super().__call__(x)
+        if isinstance(keys, list):
+            keys.append(key := mx.random.split(mx.random.state[0])[1])  # the key that MLX would draw with
+            mx.random.uniform()  # now its state is what dropout makes of it
+        else:
+            key = next(keys)
+        return mx.random.bernoulli(self.kept, x.shape, key=key) * x * (1 / self.kept)
 
 
 class AlibiAttention(SavesLayers, models.BaseAttention):
@@ -88,7 +114,7 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
             law=law,
         )
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         # MLX does not treat arrays as parameters if their names begin with an underscore.
         slopes, future_slopes = mx.array(self.shape.slopes), self.shape.future_slopes
         self._slopes = None if learnable_slopes else slopes

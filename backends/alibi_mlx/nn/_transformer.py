@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten, tree_unflatten
 
 from alibi_core.backend import models
 from alibi_core.backend.models import AlibiConfig
-from alibi_mlx.nn._layer import AlibiAttention
+from alibi_mlx.nn._layer import KEYS, AlibiAttention, Dropout
 from alibi_mlx.nn._weights import SavesLayers
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
@@ -46,6 +49,42 @@ class Block(nn.Module, models.BaseBlock):
         super().__init__()
         self._build(parts)
 
+    def _checkpointed(self, run: Callable[..., mx.array], x: mx.array) -> mx.array:
+        if not self.training:
+            return run(self, x)
+        keys: list[mx.array] = []
+        modes = itertools.chain((keys,), map(iter, itertools.repeat(keys)))  # drawn once, then drawn again
+        held = self.trainable_parameters()
+        flat = dict(tree_flatten(held))
+
+        def again(x: mx.array, *weights: mx.array) -> mx.array:
+            mode = next(modes)
+            token, before = KEYS.set(mode), mx.random.state[0]
+            self.update(tree_unflatten(list(zip(flat, weights, strict=True))))
+            try:
+                y = run(self, x)
+            finally:
+                self.update(held)
+                KEYS.reset(token)
+            if mode is not keys and mx.random.state[0] is not before:
+                raise NotImplementedError(
+                    "gradient_checkpointing must be False where a block draws random numbers of its own, got True; "
+                    "only config.dropout draws the same again"
+                )
+            return y
+
+        function = mx.custom_function(again)
+
+        @function.vjp
+        def differentiate(inputs: Any, gradient: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+            # MLX orders lazy work itself, and may compute all blocks of mx.checkpoint again at once. Here a block waits
+            # for its gradient, and the gradient of the block before waits for those of this block's weights.
+            x, *weights = inputs if isinstance(inputs, tuple) else (inputs,)
+            by_x, *by_weights = mx.vjp(again, [*mx.depends([x], [gradient]), *weights], [gradient])[1]
+            return *mx.depends([by_x], by_weights), *by_weights
+
+        return function(x, *flat.values())
+
 
 class Parts(models.BaseParts):
     """Factory of the MLX modules of a model."""
@@ -67,7 +106,7 @@ class Parts(models.BaseParts):
         return makers[self.config.activation]()
 
     def dropout(self) -> nn.Module:
-        return nn.Dropout(self.config.dropout)
+        return Dropout(self.config.dropout)
 
     def embedding(self, count: int) -> nn.Module:
         return nn.Embedding(count, self.config.embed_dim)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ class Checkpointing(nn.Module):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *, every_n_layers: int = 1, **options: Any
     ) -> None:
-        """Keep only the inputs of blocks for the backward pass of training, which computes each block again.
+        """Switch ``config.gradient_checkpointing`` on: the backward pass of training computes each block again.
 
-        Gradients are the same bits; a training step takes about a third more time. Caches are refused meanwhile.
+        Gradients are the same bits; a training step takes about a third more time.
 
         Args:
             gradient_checkpointing_kwargs: Arguments of ``torch.utils.checkpoint.checkpoint``. Default:
@@ -46,9 +45,9 @@ class Checkpointing(nn.Module):
         for name, option in options.items():
             if option:
                 raise NotImplementedError(f"{name} must be False in gradient checkpointing, got {option!r}")
-        recompute = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
         for index, block in enumerate(x for x in self.modules() if isinstance(x, Block)):
-            block.recompute = None if index % every_n_layers else recompute
+            block.is_checkpointed = index % every_n_layers == 0
+            block.checkpoint_options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
@@ -57,10 +56,10 @@ class Checkpointing(nn.Module):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep all activations of blocks for the backward pass, the default."""
+        """Switch ``config.gradient_checkpointing`` off: keep all activations of blocks for the backward pass."""
         for block in self.modules():
             if isinstance(block, Block):
-                block.recompute = None
+                block.is_checkpointed = False
 
 
 class AlibiTransformer(Checkpointing, models.BaseTransformer):
@@ -88,20 +87,18 @@ class AlibiTransformer(Checkpointing, models.BaseTransformer):
 class Block(nn.Module, models.BaseBlock):
     """Attention and a feed-forward layer."""
 
-    recompute: dict[str, Any] | None = None  # arguments of torch.utils.checkpoint.checkpoint
+    checkpoint_options: Mapping[str, Any] = {"use_reentrant": False}  # of torch.utils.checkpoint.checkpoint
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self._build(parts)
 
-    def forward(self, x: Tensor, *, cache: Any, **rules: Any) -> Any:
-        """Return the block's output, ``[batch, length, embed_dim]``."""
-        run = functools.partial(models.BaseBlock.__call__, self, cache=cache, **rules)
-        if self.recompute is None or not (self.training and torch.is_grad_enabled()):
-            return run(x)
-        if cache is not None:
-            raise ValueError("caches must be None in training with gradient checkpointing, which would fill them twice")
-        return checkpoint(run, x, **self.recompute)
+    forward = models.BaseBlock.__call__
+
+    def _checkpointed(self, run: Callable[..., Tensor], x: Tensor) -> Tensor:
+        if not (self.training and torch.is_grad_enabled()):
+            return run(self, x)
+        return checkpoint(run, self, x, **self.checkpoint_options)
 
 
 class TokenEmbedding(nn.Embedding):
