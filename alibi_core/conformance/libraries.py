@@ -61,8 +61,7 @@ class BackendAdapter:
         length_first: Whether its tensors are ``[batch, length, heads, head_dim]``.
         cached: Decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads first,
             for sequences of at most ``MAX_LENGTH`` tokens. Default: no decoding.
-        continuations: Whether caches are immutable, so that two sequences may continue from one cache.
-        points: Whether the function takes positions of the caller's own.
+        lacks: The names in ``FEATURES`` that the functions do not have.
 
     Example:
         >>> from alibi_core.conformance import check
@@ -83,12 +82,10 @@ class BackendAdapter:
         dtype: str = "float32",
         length_first: bool = False,
         cached: Callable[..., tuple[Any, Any]] | None = None,
-        continuations: bool = False,
-        points: bool = True,
+        lacks: Iterable[str] = ("continuations",),
     ) -> None:
         self.name, self.dtype = name, dtype
-        offered = {"continuations": continuations, "points": points}
-        self.features = frozenset(FEATURES) - {feature for feature, is_offered in offered.items() if not is_offered}
+        self.features = frozenset(FEATURES) - set(checks.some_of("lacks", lacks, tuple(FEATURES)))
         self._library, self._attention, self._length_first = library, attention, length_first
         if library.gradients is not None:
             self.attention_grad = self._attention_grad
