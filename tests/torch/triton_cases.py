@@ -204,6 +204,16 @@ def test_means_that_keys_or_values_have_in_common_cost_no_digits(dtype: str) -> 
     contract.test_means_that_keys_or_values_have_in_common_cost_no_digits(TRITON, dtype, 200, 100, 30, 0)
 
 
+def test_rounded_weights_cost_gradients_of_slopes_few_digits() -> None:
+    inputs = [x.to(DEVICE, torch.bfloat16) for x in tensors((96, 96), head_dim=32)]
+    slopes = torch.tensor([0.3, 0.1, 0.02, 0.5], device=DEVICE).requires_grad_()
+    weight = tensors((96, 97), head_dim=32)[0].to(DEVICE, torch.bfloat16)
+    found = torch.autograd.grad(attend(*inputs, slopes), slopes, weight)[0]
+    exact = alibi_torch.attention(*(x.double() for x in inputs), slopes.double(), implementation="dense")
+    right = torch.autograd.grad(exact, slopes, weight.double())[0]
+    assert (found - right).abs().max() <= 2.0**-10 * right.abs().max()
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_keys_far_from_all_queries_count(sign: int) -> None:
     far = plain(Sizes(1, 2, 1, (40, 150), 5), "asymmetric", seed=3, q_offset=sign * 10**6)
