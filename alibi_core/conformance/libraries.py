@@ -127,7 +127,8 @@ class BackendAdapter:
         """Return the library's gradients."""
         inputs = {name: self._tensor(x) for name, x in (("query", query), ("key", key), ("value", value))}
         inputs |= {"slopes": self._place(slopes), **self._arguments(query, key, arguments)}
-        wrt = wrt or tuple(name for name in (*TENSORS, "slopes", "future_slopes") if name in inputs)
+        names = (*TENSORS, "slopes", "future_slopes") if "slope_gradients" in self.features else TENSORS
+        wrt = wrt or tuple(name for name in names if name in inputs)
         # A constant weight is passed as a number, so that a compiler sees a constant.
         is_constant = grad_output.size > 0 and bool((grad_output == grad_output.flat[0]).all())
         weight = float(grad_output.flat[0]) if is_constant else self._tensor(grad_output)

@@ -17,7 +17,7 @@ from alibi_jax.caches import KVCache
 __all__ = ["adapters"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-CUDNN_HAS = {"grouped", "batch_slopes", "scale", "some_gradients", "continuations"}
+CUDNN_HAS = {"grouped", "batch_slopes", "some_gradients", "continuations"}  # and scales other than 0
 LACKS = {"tpu": {"points", "pair_masks"}, "cudnn": FEATURES.keys() - CUDNN_HAS}
 Static = tuple[tuple[str, bool | int | float | str], ...]
 
