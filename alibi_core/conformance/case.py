@@ -164,13 +164,17 @@ class Case:
         """The features that an attention must offer to compute the case, all but ``"nowhere"``."""
         call = Computation((), {}, *(self.arrays[name] for name in (*TENSORS, "slopes")), **self.arguments)
         found = call.conditions & FEATURES.keys()
-        if self.points is not None:  # positions, or a law alone
-            found |= {"points"}
-        if np.ndim(self.arguments.get("q_offset", 0)):
-            found |= {"offset", "batch_offsets"}
-        elif abs(int(call.q_offset.max(initial=0))) >= FAR:
-            found |= {"far"}
-        return frozenset(found | {"empty"} if 0 in self.sizes.lengths else found)
+        offsets = np.ndim(self.arguments.get("q_offset", 0)) > 0
+        shown = {
+            "points": self.points is not None,  # positions, or a law alone
+            "pair_masks": call.mask is not None and call.mask.shape[2] > 1,
+            "wide_heads": self.sizes.head_dim > 256,
+            "offset": offsets,
+            "batch_offsets": offsets,
+            "far": not offsets and abs(int(call.q_offset.max(initial=0))) >= FAR,
+            "empty": 0 in self.sizes.lengths,
+        }
+        return frozenset(found | {name for name, is_shown in shown.items() if is_shown})
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

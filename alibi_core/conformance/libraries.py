@@ -61,8 +61,7 @@ class BackendAdapter:
         length_first: Whether its tensors are ``[batch, length, heads, head_dim]``.
         cached: Decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads first,
             for sequences of at most ``MAX_LENGTH`` tokens. Default: no decoding.
-        continuations: Whether caches are immutable, so that two sequences may continue from one cache.
-        points: Whether the function takes positions of the caller's own.
+        lacks: The names in ``FEATURES`` that the functions do not have.
 
     Example:
         >>> from alibi_core.conformance import check
@@ -83,12 +82,10 @@ class BackendAdapter:
         dtype: str = "float32",
         length_first: bool = False,
         cached: Callable[..., tuple[Any, Any]] | None = None,
-        continuations: bool = False,
-        points: bool = True,
+        lacks: Iterable[str] = ("continuations",),
     ) -> None:
         self.name, self.dtype = name, dtype
-        offered = {"continuations": continuations, "points": points}
-        self.features = frozenset(FEATURES) - {feature for feature, is_offered in offered.items() if not is_offered}
+        self.features = frozenset(FEATURES) - set(checks.some_of("lacks", lacks, tuple(FEATURES)))
         self._library, self._attention, self._length_first = library, attention, length_first
         if library.gradients is not None:
             self.attention_grad = self._attention_grad
@@ -130,7 +127,8 @@ class BackendAdapter:
         """Return the library's gradients."""
         inputs = {name: self._tensor(x) for name, x in (("query", query), ("key", key), ("value", value))}
         inputs |= {"slopes": self._place(slopes), **self._arguments(query, key, arguments)}
-        wrt = wrt or tuple(name for name in (*TENSORS, "slopes", "future_slopes") if name in inputs)
+        names = (*TENSORS, "slopes", "future_slopes") if "slope_gradients" in self.features else TENSORS
+        wrt = wrt or tuple(name for name in names if name in inputs)
         # A constant weight is passed as a number, so that a compiler sees a constant.
         is_constant = grad_output.size > 0 and bool((grad_output == grad_output.flat[0]).all())
         weight = float(grad_output.flat[0]) if is_constant else self._tensor(grad_output)

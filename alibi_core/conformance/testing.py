@@ -59,7 +59,7 @@ _ANY_SIZES = st.builds(
     lengths=st.tuples(st.integers(1, 17), st.integers(1, 17)),
     head_dim=st.integers(1, 11),
 )
-_FEATURES = {"offset", "far", "batch_offsets", "window", "segments", "mask", "batch_slopes"}
+_FEATURES = {"offset", "far", "batch_offsets", "window", "segments", "mask", "pair_masks", "batch_slopes"}
 
 
 @st.composite

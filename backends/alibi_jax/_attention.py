@@ -68,8 +68,9 @@ def attention(
       every call, so pass 0 outside of training. Only ``"dense"`` supports dropout, ``added_bias`` and
       ``return_weights``; it is then the default.
     - ``dropout_key``: A key of ``jax.random.key`` for dropout; required if ``dropout`` is above 0.
-    - ``implementation``: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere, tile
-      by tile; ``"dense"`` computes all scores. Default: the kernel on a TPU, if it can run the call, else ``"tiled"``.
+    - ``implementation``: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"cudnn"`` runs causal calls
+      in low precision on NVIDIA GPUs; ``"tiled"`` runs anywhere, tile by tile; ``"dense"`` computes all scores.
+      Default: ``"tpu"`` or ``"cudnn"`` where it can run the call, else ``"tiled"``.
       A named implementation runs, or the call raises when it is compiled; :func:`explain` gives the reason.
 
     Returns:

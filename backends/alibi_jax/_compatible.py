@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -103,10 +103,12 @@ class Target:
     Attributes:
         platform: ``"tpu"``, ``"cpu"``, ``"cuda"`` or ``"rocm"``.
         is_partitioned: Whether XLA partitions the program among several devices automatically.
+        is_exported: Whether ``jax.export`` writes the program down.
     """
 
     platform: str
     is_partitioned: bool = False
+    is_exported: bool = False
 
 
 def new_primitive(
@@ -136,12 +138,16 @@ def new_primitive(
             is_partitioned = any(size > 1 for name, size in axes.mesh.shape.items() if name not in axes.manual_axes)
         else:
             is_partitioned = getattr(axes, "num_devices", 1) > 1
-        target = Target(platform or module.platforms[0], is_partitioned)
+        is_exported = getattr(module.lowering_parameters, "for_export", False)
+        target = Target(platform or module.platforms[0], is_partitioned, is_exported)
         # Drop shardings from the types: the lowered function is one device's computation.
         plain = {name: [jax.core.ShapedArray(x.shape, x.dtype) for x in getattr(context, name)]
                  for name in ("avals_in", "avals_out")}  # fmt: skip
         function = functools.partial(run, target, **parameters)
-        inner = context.replace(**plain)
+        if not is_partitioned and getattr(axes, "device_assignment", ()) is None:  # lowered for another machine
+            # cuDNN's attention asks which devices divide it: one, of any kind.
+            module = module.replace(axis_context=replace(axes, device_assignment=(jax.devices()[0],)))
+        inner = context.replace(module_context=module, **plain)
         found = mlir.lower_fun(function, multiple_results=True)(inner, *arrays)
         context.set_tokens_out(inner.tokens_out)
         return found

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 
 from alibi_core.backend import LENGTH_FIRST, AttentionCall, Explanation
 from alibi_core.backend.checks import check_keywords
+from alibi_jax import _cudnn
 from alibi_jax._attention import attention
 from alibi_jax._call import operands_of
 from alibi_jax._compatible import Target, broadcasting
@@ -58,6 +59,8 @@ def explain(
     flat, target = operands_of(call, *tensors).call, _target(query, implementation)
     chosen = name_of(choose(implementation, flat, target))
     reasons = {name: refusal(name, flat, target) for name in IMPLEMENTATIONS if name != chosen}
+    if implementation is None and chosen == "cudnn" and not _cudnn.is_exact(flat):
+        chosen, reasons["cudnn"] = "tiled", "would round scores too much, as slopes are too steep for so many keys"
     return Explanation.of(call, tensors, chosen, reasons, leaves_out=chosen != "dense")
 
 

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core.conformance import BackendAdapter, Library
+from alibi_core.conformance import FEATURES, BackendAdapter, Library
 from alibi_jax._attention import attention
 from alibi_jax.caches import KVCache
 
 __all__ = ["adapters"]
 
 DTYPES = ("float32", "float16", "bfloat16")
+CUDNN_HAS = {"grouped", "batch_slopes", "some_gradients", "continuations"}  # and scales other than 0
+LACKS = {"tpu": {"points", "pair_masks"}, "cudnn": FEATURES.keys() - CUDNN_HAS}
 Static = tuple[tuple[str, bool | int | float | str], ...]
 
 
@@ -27,7 +29,7 @@ def adapters() -> list[BackendAdapter]:
         >>> sorted({adapter.dtype for adapter in adapters()})
         ['bfloat16', 'float16', 'float32']
     """
-    names = ("tpu", "dense") if jax.default_backend() == "tpu" else ("tiled", "dense")
+    names = {"tpu": ("tpu", "dense"), "gpu": ("cudnn", "tiled", "dense")}
     return [
         BackendAdapter(
             f"alibi_jax[{name}]",
@@ -35,12 +37,12 @@ def adapters() -> list[BackendAdapter]:
             functools.partial(_attention, name),
             dtype=dtype,
             length_first=True,
-            cached=functools.partial(_decode_step, name),
-            continuations=True,
-            points=name != "tpu",
+            cached=None if name == "cudnn" else functools.partial(_decode_step, name),
+            lacks=LACKS.get(name, ()),
         )
-        for name in names
+        for name in names.get(jax.default_backend(), ("tiled", "dense"))
         for dtype in DTYPES
+        if (name, dtype) not in (("tpu", "float16"), ("cudnn", "float32"))
     ]
 
 

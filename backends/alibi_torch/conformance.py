@@ -18,6 +18,7 @@ from alibi_torch.caches import KVCache
 __all__ = ["adapters"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+LACKS = {"flex": ("points",), "triton": ("points", "pair_masks", "wide_heads")}  # and continuations
 
 
 def adapters(device: str = "cpu") -> list[BackendAdapter]:
@@ -33,7 +34,8 @@ def adapters(device: str = "cpu") -> list[BackendAdapter]:
     """
     names = ("tiled", "sdpa", "dense") if device == "cpu" else ("flex", "sdpa", "dense", "triton")
     names = (*names, "triton") if device == "cpu" and triton_runs_on("cpu") else names
-    return [_adapter(name, dtype, device) for name in names for dtype in DTYPES]
+    pairs = [(name, dtype) for name in names for dtype in DTYPES if name not in LACKS or dtype != "float64"]
+    return [_adapter(*pair, device) for pair in pairs]
 
 
 def _adapter(implementation: str, dtype: str, device: str) -> BackendAdapter:
@@ -47,7 +49,7 @@ def _adapter(implementation: str, dtype: str, device: str) -> BackendAdapter:
         functools.partial(attention, implementation=implementation),
         dtype=dtype,
         cached=functools.partial(_decode_step, implementation),
-        points=implementation not in ("flex", "triton"),
+        lacks=("continuations", *LACKS.get(implementation, ())),
     )
 
 

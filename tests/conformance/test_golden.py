@@ -135,7 +135,7 @@ def test_biases_and_slopes_are_the_librarys(index: dict[str, Any], tensors: dict
 
 def test_cases_cover_what_attention_takes(index: dict[str, Any]) -> None:
     used = {feature for case in index["cases"] if case["kind"] == "attention" for feature in case["features"]}
-    assert used | {"slope_gradients", "some_gradients", "continuations"} == set(FEATURES)
+    assert used | {"slope_gradients", "some_gradients", "continuations", "wide_heads"} == set(FEATURES)
     assert any(case["default_slopes"] for case in index["cases"] if case["kind"] == "attention")
 
 

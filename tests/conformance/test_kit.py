@@ -53,7 +53,7 @@ def test_an_adapter_of_ten_lines_passes_and_its_features_are_found_out() -> None
     report = check(Right())
     assert report.passed, report
     assert report.exit_status == 0
-    found = {"lengths", "offset", "symmetric", "grouped", "nowhere", "empty", "slope_gradients"}
+    found = {"lengths", "offset", "symmetric", "grouped", "nowhere", "empty", "slope_gradients", "wide_heads"}
     assert set(report.features) == found
     assert (report.name, report.dtype, report.contract) == ("Right", "float32", "exact")
     reasons = {law.name: law.reason for law in report.laws if law.status == "not offered"}
@@ -108,6 +108,22 @@ def test_gradients_and_a_bias_need_not_take_all_that_attention_takes() -> None:
     adapter.features = {"window"}
     report = check(adapter, laws=["gradients"])
     assert "unexpected keyword argument" in report.diagnoses[0].sentence
+
+
+def test_a_kernel_may_take_masks_of_keys_and_narrow_heads_alone() -> None:
+    class Narrow(Right):
+        def attention(
+            self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int, mask: Any = True
+        ) -> Any:
+            if query.shape[3] > 256 or (np.ndim(mask) and mask.shape[2] > 1):
+                raise NotImplementedError("narrow heads and masks of keys, please")
+            back = np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])
+            hidden = ((back < 0) & is_causal) | ~np.asarray(mask)
+            return attended(query, key, value, -slopes[:, None, None] * np.abs(back), hidden)
+
+    report = check(Narrow(), laws=["mask", "combined", "large"])
+    assert report.passed, report
+    assert {"mask", "pair_masks", "wide_heads"} & set(report.features) == {"mask"}
 
 
 def test_each_function_refuses_for_itself() -> None:

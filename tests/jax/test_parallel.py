@@ -197,7 +197,7 @@ def no_kernel() -> None:
     sharding = NamedSharding(mesh_of(2, "data"), Spec("data"))
     tensors = [jax.device_put(x, sharding) for x in normal(2, 128, 2, 2, 2)]
     refused = r"cannot be divided among devices .*: give alibi_jax.TPU\(sharding=...\) as the implementation"
-    with pytest.warns(UserWarning, match=f"attention runs as tiles of XLA, as the TPU kernel {refused}"):
+    with pytest.warns(UserWarning, match=f"attention runs as tiles of XLA, as 'tpu' {refused}"):
         jax.export.export(jax.jit(attention, in_shardings=sharding), platforms=["tpu"])(*tensors)
     jax.export.export(jax.jit(functools.partial(attention, implementation="tiled")), platforms=["tpu"])(*tensors)
     with pytest.raises(NotImplementedError, match=refused):

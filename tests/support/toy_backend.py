@@ -44,5 +44,5 @@ def explain(query: Any, key: Any, value: Any, slopes: Any = None, **arguments: A
 def adapters() -> list[BackendAdapter]:
     """Return the backend as the kit sees it; an entry point of the group ``alibi_core.conformance`` names this."""
     library = Library(xp, lambda values, dtype: np.asarray(values, dtype), np.asarray)
-    make = functools.partial(BackendAdapter, "toy[blocks]", library, attention, points=False)
+    make = functools.partial(BackendAdapter, "toy[blocks]", library, attention, lacks=("points",))
     return [make(dtype=dtype) for dtype in ("float32", "float64")]

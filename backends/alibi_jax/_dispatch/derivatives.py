@@ -60,25 +60,25 @@ def differentiable(
     The function takes hashable options and the operands, and returns a result with the query's dtype.
 
     Args:
-        forward: Takes the options, the operands, and whether a backward pass follows. Returns the result and residuals;
-            for a backward pass the result has the working dtype. The gradient of a score is a difference from a mean,
-            which follows from the result. A rounded result would shift it by the same amount in all scores of a row;
-            summed over keys, the shift grows without bound.
+        forward: Takes the options, the operands, whether a backward pass follows, and whether it needs gradients of
+            slopes. Returns the result and residuals; for a backward pass the result has the working dtype. The gradient
+            of a score is a difference from a mean, which follows from the result. A rounded result would shift it by
+            the same amount in all scores of a row; summed over keys, the shift grows without bound.
         backward: Takes the options, the operands, that result, the residuals, the cotangent, and whether gradients of
             slopes are needed. Returns the gradients of query, key, value and, if needed, of each entry's slopes.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def attend(options: Any, moving: Any, others: Operands) -> jax.Array:
-        return forward(options, _joined(moving, others), False)[0].astype(moving[0].dtype)
+        return forward(options, _joined(moving, others), False, False)[0].astype(moving[0].dtype)
 
     def forward_rule(options: Any, moving: Any, others: Any) -> tuple[jax.Array, Any]:
         # The shape of a residual, [1] or [0], says statically whether slopes have gradients. Its pytree structure must
         # not: JAX keeps one structure for a traced function, whichever arguments have gradients.
-        marker = jnp.zeros(int(any(x is not None and x.perturbed for x in moving[3:])))
+        slopes_too = any(x is not None and x.perturbed for x in moving[3:])
         moving, others = jax.tree.map(lambda x: x.value, (moving, others), is_leaf=lambda x: hasattr(x, "perturbed"))
-        result, residuals = checkpoint_name(forward(options, _joined(moving, others), True), RESIDUALS)
-        return result.astype(moving[0].dtype), (moving, others, result, residuals, marker)
+        result, residuals = checkpoint_name(forward(options, _joined(moving, others), True, slopes_too), RESIDUALS)
+        return result.astype(moving[0].dtype), (moving, others, result, residuals, jnp.zeros(int(slopes_too)))
 
     def backward_rule(options: Any, saved: Any, cotangent: Any) -> tuple[Any, None]:
         moving, others, result, residuals, marker = saved

@@ -14,25 +14,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_jax import _tiled, _tpu
+from alibi_jax import _cudnn, _tiled, _tpu
 from alibi_jax._call import Operands
 from alibi_jax._compatible import Target, is_zero, new_primitive, shaped_as, varying_alike
-from alibi_jax._dispatch.choice import Implementation, choose, refusal
+from alibi_jax._dispatch.choice import Implementation, choose, name_of, refusal
 from alibi_jax._dispatch.derivatives import dense
 from alibi_jax._tpu import TPU
 
 
 def forward(
-    implementation: Implementation | None, operands: Operands, with_log_sum_exps: bool
+    implementation: Implementation | None, operands: Operands, with_log_sum_exps: bool, slopes_too: bool = True
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return attention's result, with the query's shape and dtype, and the log-sum-exps of its rows, or None.
 
     With log-sum-exps, ``[batch, num_heads, q_len]``, the result has the working dtype. They are +inf for a query that
     sees no key. Their base depends on the implementation, so only its own backward pass can use them; with
-    ``other_keys`` they are natural logarithms.
+    ``other_keys`` they are natural logarithms. ``slopes_too`` says whether the backward pass computes gradients of
+    slopes.
     """
     leaves, structure = jax.tree.flatten(operands)
-    parameters = {"structure": structure, "implementation": implementation, "with_log_sum_exps": with_log_sum_exps}
+    parameters = {"structure": structure, "implementation": implementation}
+    parameters |= {"with_log_sum_exps": with_log_sum_exps, "slopes_too": with_log_sum_exps and slopes_too}
     result, *rest = _forward.bind(*leaves, **parameters)
     return result, rest[0] if rest else None
 
@@ -63,18 +65,27 @@ def _unpacked(structure: Any, leaves: Any) -> Operands:
 
 
 def _run_forward(
-    target: Target, *leaves: Any, structure: Any, implementation: Any, with_log_sum_exps: bool
+    target: Target, *leaves: Any, structure: Any, implementation: Any, with_log_sum_exps: bool, slopes_too: bool
 ) -> list[jax.Array]:
     operands = _unpacked(structure, leaves)
-    chosen = choose(implementation, operands.call, target)
-    alone = choose(implementation, operands.call, Target(target.platform))  # on one device
+    call, is_plain = operands.call, operands.other_keys is None and not slopes_too
+    chosen = choose(implementation, call, target, is_plain=is_plain)
+    alone = choose(implementation, call, Target(target.platform), is_plain=is_plain)  # on one device
     if target.is_partitioned and implementation is None and alone != chosen:
-        reason = refusal("tpu", operands.call, target)
-        warnings.warn(f"attention runs as tiles of XLA, as the TPU kernel {reason}", stacklevel=2)
+        name = name_of(alone)
+        warnings.warn(f"attention runs as tiles of XLA, as {name!r} {refusal(name, call, target)}", stacklevel=2)
     if isinstance(chosen, TPU):
         return _tpu.forward(operands, chosen, with_log_sum_exps=with_log_sum_exps)
-    dtype = operands.call.working_dtype if with_log_sum_exps else operands.query.dtype
-    return _tiled.forward(operands, dtype, all_heads=_all_heads(target))[: 1 + with_log_sum_exps]
+    dtype = call.working_dtype if with_log_sum_exps else operands.query.dtype
+
+    def tiles() -> list[jax.Array]:
+        return _tiled.forward(operands, dtype, all_heads=_all_heads(target))[: 1 + with_log_sum_exps]
+
+    def folded() -> list[jax.Array]:  # Its backward pass needs no log-sum-exps.
+        result = _cudnn.forward(operands).astype(dtype)
+        return [result, jnp.zeros(result.shape[:3], dtype)][: 1 + with_log_sum_exps]
+
+    return _of_both(implementation, call, folded, tiles) if chosen == "cudnn" else tiles()
 
 
 def _run_backward(
@@ -82,14 +93,30 @@ def _run_backward(
 ) -> list[jax.Array]:
     result, log_sum_exps, cotangent, *leaves = leaves
     operands = _unpacked(structure, leaves)
-    chosen = choose(implementation, operands.call, target)
+    is_plain, dtypes = operands.other_keys is None and not slopes_too, _gradient_dtypes(operands)
+    chosen = choose(implementation, operands.call, target, is_plain=is_plain)
+
+    def cast(found: list[jax.Array]) -> list[jax.Array]:
+        return [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=False)]
+
     if isinstance(chosen, TPU):
-        found = _tpu.backward(operands, result, log_sum_exps, cotangent, chosen, slopes_too=slopes_too)
-    else:
-        found = _tiled.backward(
-            operands, result, log_sum_exps, cotangent, all_heads=_all_heads(target), slopes_too=slopes_too
-        )
-    return [x.astype(dtype) for x, dtype in zip(found, _gradient_dtypes(operands), strict=False)]
+        return cast(_tpu.backward(operands, result, log_sum_exps, cotangent, chosen, slopes_too=slopes_too))
+
+    def tiles() -> list[jax.Array]:
+        saved = result, log_sum_exps, cotangent
+        return cast(_tiled.backward(operands, *saved, all_heads=_all_heads(target), slopes_too=slopes_too))
+
+    def folded() -> list[jax.Array]:
+        return cast(_cudnn.backward(operands, cotangent))
+
+    return _of_both(implementation, operands.call, folded, tiles) if chosen == "cudnn" else tiles()
+
+
+def _of_both(implementation: Any, call: Any, folded: Callable[[], Any], tiles: Callable[[], Any]) -> list[jax.Array]:
+    """Run cuDNN if it is named; by default the device chooses, by the values of slopes."""
+    if implementation is not None:
+        return folded()
+    return jax.lax.cond(_cudnn.is_exact(call), folded, tiles)
 
 
 def _all_heads(target: Target) -> bool:

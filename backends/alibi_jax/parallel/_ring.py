@@ -118,7 +118,7 @@ class Part(NamedTuple):
 # --- The passes -----------------------------------------------------------------------------------------------------
 
 
-def _forward(ring: Ring, operands: Operands, _: bool) -> tuple[jax.Array, Any]:
+def _forward(ring: Ring, operands: Operands, *_: bool) -> tuple[jax.Array, Any]:
     """Return attention to all keys, its log-sum-exps, and the number of hops for keys before and after: int32 ``[2]``.
 
     The result is ``[batch, num_heads, shard_len, head_dim]``, in the working dtype; zeros for padding.

@@ -13,9 +13,9 @@ from alibi_torch._triton.scores import (
     dot,
     first_position,
     jit,
-    keys_of,
     load_block,
     of,
+    queries_of,
     rows_of,
     scored,
     slopes_of,
@@ -36,17 +36,10 @@ def by_queries(q, k, v, out, grad, STATS, DELTA, CENTRE, dq, D_SLOPES, rules, pl
                CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr, PLAN: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LEARNS: tl.constexpr):  # fmt: skip
     """Write the gradients of a block of queries, their sums with results, and sums over the block for the slopes."""
-    block = q_blocks - 1 - tl.program_id(0) % q_blocks
+    (block, bh, b, h, hk), rates, (rows, pos, near, _, ids), (spans, whole, others), query = queries_of(
+        q, rules, plan, q_len, kv_len, offset, window, q_blocks, H, GROUP, D, DP, CAUSAL, WINDOWED, HIDES, PLAN,
+        BLOCK_M, BLOCK_N)  # fmt: skip
     start_m = block * BLOCK_M
-    bh = (tl.program_id(0) // q_blocks).to(tl.int64)
-    b, h, hk = bh // H, bh % H, bh % H // GROUP
-    slope, future = slopes_of(rules, b, h)
-    pos, spans, whole, others = keys_of(
-        rules, plan, b, h, start_m, q_len, kv_len, offset, window, CAUSAL, WINDOWED, HIDES, PLAN, BLOCK_M, BLOCK_N
-    )
-    rows = start_m + tl.arange(0, BLOCK_M)
-    near, _, ids = rows_of(rules, plan, b, h, rows, pos, q_len, kv_len, window, CAUSAL, WINDOWED)
-    query = load_block(of(q, b, h), start_m, q.n, q_len, BLOCK_M, D, DP)
     do = load_block(of(grad, b, h), start_m, grad.n, q_len, BLOCK_M, D, DP)
     result = load_block(of(out, b, h), start_m, out.n, q_len, BLOCK_M, D, DP)
     delta = tl.sum(result.to(tl.float32) * do.to(tl.float32), axis=1)
@@ -54,23 +47,27 @@ def by_queries(q, k, v, out, grad, STATS, DELTA, CENTRE, dq, D_SLOPES, rules, pl
     most = tl.load(STATS + bh * 2 * q_len + rows, mask=rows < q_len, other=float("inf"))
     share = tl.load(STATS + bh * 2 * q_len + q_len + rows, mask=rows < q_len, other=0.0)
     total = tl.zeros([BLOCK_M, DP], tl.float32)
-    rest, by_past = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    by_future = tl.zeros([BLOCK_M], tl.float32)
+    rest = tl.zeros([BLOCK_M], tl.float32)
+    by_past, by_future, excess, past, ahead_of = rest, rest, rest, rest, rest
     for kind in tl.static_range(HIDES, 2):
         for index in tl.range(0, others if kind else whole, num_stages=1 if kind else STAGES):
             start = block_of(spans, index, kind == 0, BLOCK_N)
             keys = load_block(of(k, b, hk), start, k.n, kv_len, BLOCK_N, D, DP, kind == 0)
             values = load_block(of(v, b, hk), start, v.n, kv_len, BLOCK_N, D, DP, kind == 0)
             scores, shift = scored(dot(query, tl.trans(keys)) * scale2, pos, near, ids, start, start >= spans[3], rules,
-                                   b, h, clamped(slope), clamped(future), kv_len, window, 1, BLOCK_N, CAUSAL, WINDOWED,
+                                   b, h, rates[0], rates[1], kv_len, window, 1, BLOCK_N, CAUSAL, WINDOWED,
                                    kind == 0)  # fmt: skip
-            by_score = _weights(scores, (most - shift)[:, None], share[:, None])
-            by_score *= dot(do, tl.trans(values)) - delta[:, None]
+            weights = _weights(scores, (most - shift)[:, None], share[:, None])
+            by_score = weights * (dot(do, tl.trans(values)) - delta[:, None])
             if LEARNS:
                 ahead = (start + tl.arange(0, BLOCK_N))[None, :] - pos[:, None]
-                by_distance = by_score * (tl.abs(ahead) - near[:, None]).to(tl.float32)
-                by_past += tl.sum(tl.where(ahead > 0, 0.0, by_distance), axis=1)
-                by_future += tl.sum(tl.where(ahead > 0, by_distance, 0.0), axis=1)
+                distance = (tl.abs(ahead) - near[:, None]).to(tl.float32)
+                before, after = tl.where(ahead > 0, 0.0, distance), tl.where(ahead > 0, distance, 0.0)
+                by_past += tl.sum(by_score * before, axis=1)
+                by_future += tl.sum(by_score * after, axis=1)
+                excess += tl.sum(by_score, axis=1)
+                past += tl.sum(weights * before, axis=1)
+                ahead_of += tl.sum(weights * after, axis=1)
             by_score = by_score.to(keys.dtype)
             rest += tl.sum(by_score.to(tl.float32), axis=1)
             total = dot(by_score, keys, total)
@@ -79,8 +76,9 @@ def by_queries(q, k, v, out, grad, STATS, DELTA, CENTRE, dq, D_SLOPES, rules, pl
     total -= rest[:, None] * mean[None, :]
     store_block(of(dq, b, h), start_m, dq.n, q_len, total * scale, BLOCK_M, D, DP)
     if LEARNS:  # [2, batch, heads, q_blocks]
-        tl.store(D_SLOPES + bh * q_blocks + block, -tl.sum(by_past, axis=0))
-        tl.store(D_SLOPES + tl.num_programs(0) + bh * q_blocks + block, -tl.sum(by_future, axis=0))
+        # Their excess, of weights that the forward pass rounded, is as large a share of all weights.
+        tl.store(D_SLOPES + bh * q_blocks + block, tl.sum(excess * past - by_past, axis=0))
+        tl.store(D_SLOPES + tl.num_programs(0) + bh * q_blocks + block, tl.sum(excess * ahead_of - by_future, axis=0))
 
 
 @jit

@@ -9,15 +9,12 @@ import triton.language as tl
 
 from alibi_torch._triton.scores import (
     block_of,
-    clamped,
     dot,
     jit,
-    keys_of,
     load_block,
     of,
-    rows_of,
+    queries_of,
     scored,
-    slopes_of,
     store_block,
 )
 
@@ -43,16 +40,9 @@ def attend(q, k, v, out, STATS, rules, plan, scale2, q_len, kv_len, offset, wind
            HIDES: tl.constexpr, PLAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
            STAGES: tl.constexpr):  # fmt: skip
     """Write results, and of each row the maximum of its scores and the inverse of the sum of its weights."""
-    start_m = (q_blocks - 1 - tl.program_id(0) % q_blocks) * BLOCK_M  # the blocks with most keys first
-    bh = (tl.program_id(0) // q_blocks).to(tl.int64)
-    b, h, hk = bh // H, bh % H, bh % H // GROUP
-    slope, future = slopes_of(rules, b, h)
-    pos, spans, whole, others = keys_of(
-        rules, plan, b, h, start_m, q_len, kv_len, offset, window, CAUSAL, WINDOWED, HIDES, PLAN, BLOCK_M, BLOCK_N
-    )
-    rows = start_m + tl.arange(0, BLOCK_M)
-    near, attends, ids = rows_of(rules, plan, b, h, rows, pos, q_len, kv_len, window, CAUSAL, WINDOWED)
-    query = load_block(of(q, b, h), start_m, q.n, q_len, BLOCK_M, D, DP)
+    (block, bh, b, h, hk), rates, (rows, pos, near, attends, ids), (spans, whole, others), query = queries_of(
+        q, rules, plan, q_len, kv_len, offset, window, q_blocks, H, GROUP, D, DP, CAUSAL, WINDOWED, HIDES, PLAN,
+        BLOCK_M, BLOCK_N)  # fmt: skip
     acc = tl.zeros([BLOCK_M, DP], tl.float32)
     most, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for kind in tl.static_range(HIDES, 2):
@@ -61,12 +51,12 @@ def attend(q, k, v, out, STATS, rules, plan, scale2, q_len, kv_len, offset, wind
             keys = load_block(of(k, b, hk), start, k.n, kv_len, BLOCK_N, D, DP, kind == 0)
             values = load_block(of(v, b, hk), start, v.n, kv_len, BLOCK_N, D, DP, kind == 0)
             scores, shift = scored(dot(query, tl.trans(keys)) * scale2, pos, near, ids, start, start >= spans[3], rules,
-                                   b, h, clamped(slope), clamped(future), kv_len, window, 1, BLOCK_N, CAUSAL, WINDOWED,
+                                   b, h, rates[0], rates[1], kv_len, window, 1, BLOCK_N, CAUSAL, WINDOWED,
                                    kind == 0)  # fmt: skip
             acc, most, total = added(acc, most, total, scores, shift, values, STATS is not None)
     total = tl.where(attends, total, 1.0)
     result = tl.where(attends[:, None], acc / total[:, None], 0.0)
-    store_block(of(out, b, h), start_m, out.n, q_len, result, BLOCK_M, D, DP)
+    store_block(of(out, b, h), block * BLOCK_M, out.n, q_len, result, BLOCK_M, D, DP)
     if STATS is not None:  # [batch, heads, 2, q_len]; a row that sees nothing has weights of 0
         at = STATS + bh * 2 * q_len + rows
         tl.store(at, tl.where(attends, most, float("inf")), mask=rows < q_len)

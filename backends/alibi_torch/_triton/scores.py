@@ -204,9 +204,15 @@ def block_of(spans, index, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def keys_of(rules, plan, b, h, start, q_len, kv_len, offset, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-            HIDES: tl.constexpr, PLAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Return the positions of the queries from ``start`` on, and :func:`spans_of` the keys that they need."""
+def queries_of(q, rules, plan, q_len, kv_len, offset, window, q_blocks, H: tl.constexpr, GROUP: tl.constexpr,
+               D: tl.constexpr, DP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HIDES: tl.constexpr,
+               PLAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return the queries of a program, in groups: its block, batch entry and heads; rates in base 2; the rows and
+    :func:`rows_of` them; :func:`spans_of` the keys that they need; and their features. Most keys come first.
+    """  # noqa: D205
+    index = q_blocks - 1 - tl.program_id(0) % q_blocks
+    start, bh = index * BLOCK_M, (tl.program_id(0) // q_blocks).to(tl.int64)
+    b, h, hk = bh // H, bh % H, bh % H // GROUP
     begin = first_position(rules, b, offset) + start
     lowest = begin.to(tl.int64)
     highest = lowest + tl.minimum(BLOCK_M, q_len - start) - 1
@@ -224,4 +230,8 @@ def keys_of(rules, plan, b, h, start, q_len, kv_len, offset, window, CAUSAL: tl.
     first = first // BLOCK_N * BLOCK_N
     stop = tl.maximum(stop, first)
     spans = spans_of(first, stop, lowest, highest, window, not HIDES, not (CAUSAL or HIDES), WINDOWED, BLOCK_N)
-    return begin + tl.arange(0, BLOCK_M), spans[0], spans[1], spans[2]
+    slope, future = slopes_of(rules, b, h)
+    rows, pos = start + tl.arange(0, BLOCK_M), begin + tl.arange(0, BLOCK_M)
+    near, attends, ids = rows_of(rules, plan, b, h, rows, pos, q_len, kv_len, window, CAUSAL, WINDOWED)
+    query = load_block(of(q, b, h), start, q.n, q_len, BLOCK_M, D, DP)
+    return (index, bh, b, h, hk), (clamped(slope), clamped(future)), (rows, pos, near, attends, ids), spans, query
