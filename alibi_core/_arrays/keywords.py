@@ -17,6 +17,7 @@ HINTS: dict[str, str | tuple[str, ...]] = {
     "attention_mask": ("mask, which takes it as it is, 1 for text", "key_padding_mask: attention_mask == 0"),
     "attn_bias": "added_bias, floating numbers that are added beside ALiBi's own",
     "attn_mask": "mask, booleans, True where a query may look; leave out ALiBi's own bias, which attention adds",
+    "cache": "caches, one a block, from transformer.make_caches",
     "causal": "is_causal",
     "cu_seqlens": "segment_ids, the number of each token's text",
     "d_model": "embed_dim",

@@ -22,7 +22,7 @@ from alibi_core._arrays import (
     namespace_of,
     running_sum,
 )
-from alibi_core._models.attention_layer import scaled
+from alibi_core._models.attention_layer import cache_lengths, scaled, truncate
 from alibi_core._models.encoder import TextRows
 from alibi_core._models.transformer import BaseTextModel, as_tuple, check_in_table, check_tokens
 
@@ -142,6 +142,11 @@ class Generation:
             ended = chosen == token if ended is None else xp.logical_or(ended, chosen == token)
         return chosen, ended
 
+    def text_lengths(self, new: list[Any]) -> np.ndarray[Any, Any]:
+        """Return how many of the new tokens, ``[batch, 1]`` each, are text, the end included: ``[batch]``."""
+        is_end = np.isin(np.asarray([x[:, 0].tolist() for x in new]), self.eos_token_ids)  # [new, batch]
+        return np.where(is_end.any(axis=0), is_end.argmax(axis=0) + 1, len(new))
+
 
 class BaseLanguageModel(BaseTextModel):
     """Base of the language models of all backends.
@@ -201,6 +206,7 @@ class BaseLanguageModel(BaseTextModel):
         top_p: float | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        caches: Sequence[Any] | None = None,
         key: Any | None = None,
     ) -> Any:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all tokens before it. Dropout is off.
@@ -221,31 +227,49 @@ class BaseLanguageModel(BaseTextModel):
             eos_token_id: A token, or several, that ends a row.
             pad_token_id: Token that fills rows that have ended or are shorter than others. Default: ``eos_token_id``,
                 the first of several, or 0.
+            caches: From ``transformer.make_caches``, to go on from a text: they hold the first tokens of each prompt,
+                which is given from its start all the same, and are left with each row's text but its last token.
             key: The framework's random key, which determines the draws. Default: MLX's global key; JAX has no default.
 
         Returns:
-            ``[batch, length + max_new_tokens]``, in the dtype of ``tokens``.
+            ``[batch, length + max_new_tokens]``, in the dtype of ``tokens``. In JAX, with caches, the pair of this and
+            the updated caches.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
             ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, JAX's key is
-                missing, or ``tokens`` is not ``[batch, length]`` with a token in each row, or has a token without an
-                embedding.
+                missing, ``caches`` have other rows, no room, or no token of a prompt to read, or ``tokens`` is not
+                ``[batch, length]`` with a token in each row, or has a token without an embedding.
         """
         draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
         prompts = Prompts.check(check_tokens(tokens, self._xp), lengths, mask)
         is_padded = prompts.lengths is not None
         rules = Generation.check(prompts.tokens, max_new_tokens, self._vocab_size, **draws, **ends, is_padded=is_padded)
-        return prompts.followed_by(self._generate(prompts, max_new_tokens, rules, key), rules.pad_token_id or 0)
+        has_caches, unread, before = caches is not None, prompts, []
+        if caches is not None:
+            self.transformer.check_caches(caches)
+            before = cache_lengths(caches)
+            unread = prompts.after(caches, max_new_tokens) if max_new_tokens else prompts
+        try:
+            new, caches = self._generate(unread, max_new_tokens, rules, key, caches)
+            if has_caches and new and rules.eos_token_ids:  # rows may have ended early
+                caches = cut(caches, prompts.counts + rules.text_lengths(new) - 1)
+        except Exception:
+            truncate(before)
+            raise
+        text = prompts.followed_by(new, rules.pad_token_id or 0)
+        return (text, caches) if has_caches and self._xp is None else text
 
-    def _generate(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
-        """Return a list of the ``number`` new tokens, ``[batch, 1]`` each; JAX overrides this to compile the steps."""
+    def _generate(
+        self, prompts: Prompts, number: int, rules: Generation, source: Any, caches: Any
+    ) -> tuple[list[Any], Any]:
+        """Return the ``number`` new tokens, ``[batch, 1]`` each, and the caches; JAX's override compiles the steps."""
         if number == 0:
-            return []
+            return [], caches
         batch_size, length = prompts.tokens.shape
-        # The last token is never fed back, so the caches need no room for it.
-        caches = self.transformer.make_caches(batch_size, length + number - 1)
+        if caches is None:  # the last token is never fed back, so the caches need no room for it
+            caches = self.transformer.make_caches(batch_size, length + number - 1)
         sources = self._sources(source, number)
 
         def step(unread: Any, ended: Any, index: int) -> tuple[Any, Any]:
@@ -256,7 +280,7 @@ class BaseLanguageModel(BaseTextModel):
             return rules.next_tokens(astype(namespace_of(chosen), chosen, unread.dtype)[:, None], ended)
 
         with evaluating(self):  # restored afterwards: the caller may be training
-            return following(prompts.tokens, number, step)
+            return following(prompts.tokens, number, step), caches
 
 
 @contextmanager
@@ -293,6 +317,32 @@ class Prompts:
         is_padding = arange(xp, tokens.shape[1], device)[None] >= lengths[:, None]
         return cls(xp.where(is_padding, xp.zeros_like(tokens), tokens), lengths)  # padding ids may lack an embedding
 
+    @property
+    def counts(self) -> np.ndarray[Any, Any]:
+        """The number of tokens in each row without padding, ``[batch]``."""
+        batch_size, length = self.tokens.shape
+        return np.full(batch_size, length) if self.lengths is None else np.asarray(self.lengths.tolist())
+
+    def after(self, caches: Sequence[Any], number: int) -> Prompts:
+        """Return the tokens of each prompt that caches do not hold yet; check room for these and ``number`` others."""
+        (batch_size, length), cache, xp = self.tokens.shape, caches[0], namespace_of(self.tokens)
+        rows = batch_size if cache.keys is None else cache.keys.shape[0]
+        if rows != batch_size:
+            raise ValueError(f"caches must have the rows of tokens, {batch_size}, got {rows}; see select_batch")
+        held = int(cache.length) if cache.lengths is None else np.asarray(cache.lengths.tolist())
+        left = self.counts - held
+        if left.min() < 1:
+            raise ValueError(f"tokens must go on after those that caches hold in each row, {held}, got {self.counts}")
+        most = int(self.counts.max()) + number - 1
+        if cache.max_length is not None and most > cache.max_length:
+            raise ValueError(f"caches must have room for {most} tokens, got max_length {cache.max_length}")
+        if self.lengths is None and np.ndim(held) == 0:
+            return Prompts(self.tokens[:, held:], None)
+        # [batch, most tokens left in a row]: the index of each, or of any token in place of padding
+        index = np.minimum((self.counts - left)[:, None] + np.arange(left.max()), length - 1).astype(np.int32)
+        index, left = (asarray(xp, x.astype(np.int32), xp.int32, device_of(xp, self.tokens)) for x in (index, left))
+        return Prompts(along_axis(xp, self.tokens, index, 1), left)
+
     def followed_by(self, new: list[Any], pad: int) -> Any:
         """Return each prompt with its new tokens, then padding: ``[batch, length + len(new)]``."""
         xp = namespace_of(self.tokens)
@@ -307,6 +357,14 @@ class Prompts:
         source = xp.where(is_padding, 0, xp.where(is_new, places - ends + length, places + 0 * ends))
         found = along_axis(xp, joined, source, 1)
         return xp.where(is_padding, xp.full_like(found, pad), found)
+
+
+def cut(caches: Sequence[Any], ends: np.ndarray[Any, Any]) -> list[Any]:
+    """Return the caches without the tokens of each row from ``ends`` on, ``[batch]``."""
+    xp, device = namespace_of(caches[0].keys), device_of(namespace_of(caches[0].keys), caches[0].keys)
+    is_one = ends.min() == ends.max()
+    length = int(ends[0]) if is_one else asarray(xp, ends.astype(np.int32), xp.int32, device)
+    return [cache.truncate(length) or cache for cache in caches]  # those of PyTorch and MLX are changed in place
 
 
 def last_tokens(hidden: Any, lengths: Any | None) -> Any:

@@ -187,13 +187,19 @@ class BaseTransformer(Module):
         return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
 
     def _check_input(self, x: Any, caches: Any) -> None:
-        width, count = self.config.embed_dim, len(self.blocks)
+        width = self.config.embed_dim
         if len(checks.array("x", x).shape) != 3 or x.shape[-1] != width:
             raise ValueError(f"x must have shape (batch, length, embed_dim {width}), got {tuple(x.shape)}")
+        if caches is not None:
+            self.check_caches(caches)
+
+    def check_caches(self, caches: Any) -> None:
+        """Check that there is one cache a block."""
+        count = len(self.blocks)
         # A single JAX cache is a tuple, hence a Sequence: recognise it by its method.
-        if caches is not None and (hasattr(caches, "attend") or not isinstance(caches, Sequence)):
+        if hasattr(caches, "attend") or not isinstance(caches, Sequence):
             raise TypeError(f"caches must be a list of one a block ({count}), got {type(caches).__name__}")
-        if caches is not None and len(caches) != count:
+        if len(caches) != count:
             raise ValueError(f"caches must be one a block ({count}), got {len(caches)}")
 
 

@@ -138,7 +138,7 @@ def checked(
     tensors = query, key, value
     arrays = tensors if slopes is None else (*tensors, slopes)
     is_plain = all(type(x) in PLAIN for x in arguments.values()) and not is_watched(*arrays)
-    is_plain = is_plain and not any(_is_special(x, query.device) for x in arrays)
+    is_plain = is_plain and not any(is_special(x, query.device) for x in arrays)
     if slopes is not None:
         is_plain = is_plain and slopes.is_floating_point() and query.ndim > 2 and slopes.shape == query.shape[-3:-2]
     # The cached path below needs plain tensors and Python numbers; everything else is validated in full.
@@ -155,13 +155,18 @@ def checked(
             may_be_negative = arguments.get("allow_negative_slopes", False)
             checks.slopes_values("slopes", slopes, working=call.working_dtype, allow_negative=may_be_negative)
         changed["slopes"] = slopes.to(call.working_dtype)
-    if changed:
-        same, call = vars(call), object.__new__(AttentionCall)
-        vars(call).update(same | changed)  # dataclasses.replace would take a tenth of a decoding step
-    return call
+    return altered(call, **changed) if changed else call
 
 
-def _is_special(tensor: Tensor, device: torch.device) -> bool:
+def altered(call: AttentionCall, **changed: Any) -> AttentionCall:
+    """Return the call with other fields; ``dataclasses.replace`` would take a tenth of a decoding step."""
+    other = object.__new__(AttentionCall)
+    vars(other).update(vars(call), **changed)
+    return other
+
+
+def is_special(tensor: Any, device: torch.device) -> bool:
+    """Whether an argument is no plain, dense tensor on this device."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     return not is_plain or tensor.device != device
 

@@ -21,10 +21,10 @@ from alibi_core.backend.caches import (
 )
 from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
 from alibi_core.backend.horizon import KeyNorms
-from alibi_torch._attention import checked, run
-from alibi_torch._cpu import NEAR, norm_bounds, uses_norms
-from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted
-from alibi_torch._internals import in_transform, skipped_by_compilers, version
+from alibi_torch._attention import PLAIN, altered, checked, is_special, run
+from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, uses_norms
+from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted, has_tangent, needs_gradients
+from alibi_torch._internals import in_transform, is_watched, skipped_by_compilers, version
 
 __all__ = ["KVCache"]
 
@@ -76,6 +76,7 @@ class KVCache:
         self._measured = 0  # the number of tokens whose norms are included
         self.length = 0
         self.lengths: Tensor | None = None
+        self._next_step: NextStep | None = None
 
     @property
     def max_length(self) -> int:
@@ -100,6 +101,9 @@ class KVCache:
             self._norms_by_block.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
             self._measured = self.length
         return self._norms_by_block
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_next_step": None}  # it names a module; a copy checks its own first step
 
     @property
     def nbytes(self) -> int:
@@ -232,6 +236,12 @@ class KVCache:
         """
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
+        arguments = None
+        if mask is segment_ids is lengths is self.lengths is None and implementation in (None, "tiled"):
+            arguments = self._arguments(query, slopes, window_size, scale, tolerance, law)
+            step = self._next_step
+            if step is not None and step.arguments == arguments and 0 < self.length <= step.biases.shape[-1]:
+                return self._attend_next(step, query)
         given = over_keys(lambda array: array[..., : self.length], mask, segment_ids)
         given |= {"window_size": window_size, "scale": scale}
         given |= {"tolerance": tolerance, "law": None if law == "linear" else law}
@@ -242,14 +252,39 @@ class KVCache:
             check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
         query = self._cast(query)
         call = checked(query, self.keys, self.values, slopes, used=self.length, **rules)
+        if arguments is not None and is_last_query(call) and not call.is_empty:
+            self._next_step = NextStep.of(arguments, call, min(2 * self.length, self.max_length))
+            return self._attend_next(self._next_step, query)
         key, value = self._held_tensors()
         norms = None
         # uses_norms reads Python settings, so a compiler cannot trace it.
-        if self.keys.device.type != "cpu" or torch.compiler.is_compiling():
+        if self.keys.device.type != "cpu" or torch.compiler.is_compiling() or uses_norms(call):
             norms = self._norms(0)
-        elif uses_norms(call):
-            norms = self._norms(NEAR if call.q_len == 1 and implementation in (None, "tiled") else 0)
         return _guarded(run(call, query, key, value, implementation, norms), self.keys)
+
+    def _arguments(self, query: Any, slopes: Any, *rules: Any) -> tuple[Any, ...] | None:
+        """Return what decides about a step of one query, apart from its tokens; None if it may be anything but plain.
+
+        Plain steps are those without gradients, autocast, compilers and transforms, on the CPU.
+        """
+        own = self.keys
+        tensors = (query, own, self.values) if slopes is None else (query, own, self.values, slopes)
+        if not own.is_cpu or is_watched(*tensors) or any(is_special(x, own.device) for x in (query, *tensors[3:])):
+            return None
+        if needs_gradients(*tensors) or has_tangent(*tensors) or autocast_dtype("cpu") is not None:
+            return None
+        kinds = tuple(map(type, rules))  # before values, which then compare without fail: True is no window of 1
+        if not all(kind in PLAIN for kind in kinds):
+            return None
+        rates = None if slopes is None else slopes.tolist()
+        return kinds, rules, rates, query.shape, query.dtype, own.shape, own.dtype
+
+    def _attend_next(self, step: NextStep, query: Tensor) -> Tensor:
+        """Return the result of a step whose arguments have been checked."""
+        call = altered(step.call, kv_len=self.length, q_offset=self.length - 1)
+        norms = self._norms(NEAR) if uses_norms(call) else None
+        result, _ = attend_last_query(call, query, *self._held_tensors(), norms, step.biases)
+        return result.to(call.dtype)
 
     def truncate(self, length: int | Tensor) -> None:
         """Remove all tokens after the first ``length`` of each row: a number, or ``[batch_size]`` integers.

@@ -6,8 +6,9 @@ Results and gradients are first compared with float64; at each timed shape, a sa
   backward  the same for forward and backward together;
   decode    one query over the keys of a layer's cache, which stores their norms, and by a call without a cache;
   memory    peak memory beyond arguments, result and gradients, in a separate process;
-  layer     a PyTorch layer, forward and training, compared with the same layer without positions; or, with --beside,
-            compared with another checkout of this library, a cached step included: processes that are timed by turns.
+  layer     a PyTorch layer, forward, training and a cached step, compared with the same layer by PyTorch's function
+            (no positions; in a step, a row of biases) or, with --beside, with another checkout of this library:
+            processes that are timed by turns.
 
 The exit status is 1 if a number is wrong. All sections take 25 minutes and 13 GB on two idle cores with PyTorch. The
 attention of JAX and of MLX is dense on the CPU, so their lengths end at 8,192 tokens.

@@ -25,6 +25,13 @@ BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
 SMALL = BATCH, KV_HEADS, 8, HEAD_DIM
 STEEP = (4.0, 2.5, 1.0, 0.7)
 MIXED = (1.0, 0.125, 0.0, 3.0)  # slope 0 needs every key; the other head of its group shares its keys
+SLOPES = STEEP, MIXED, (0.01,) * 4
+
+# The arguments of `append_and_attend` for a step of one token, and others for some of them.
+STEP: dict[str, Any] = {"new": 1, "giant": 1.0, "is_ragged": False, "hidden": None, "window_size": None}
+STEP |= {"tolerance": None, "scale": None, "law": "linear"}
+CHANGES: dict[str, Any] = {"new": [3], "is_ragged": [True], "hidden": ["mask", "segments"], "window_size": [2]}
+CHANGES |= {"tolerance": [0.3], "scale": [0.2], "law": ["log"]}
 
 
 @dataclass
@@ -121,13 +128,15 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-        slopes=st.sampled_from([STEEP, MIXED, (0.01,) * 4]),
+        slopes=st.sampled_from(SLOPES),
         is_planned=st.booleans(),
+        may_be_ragged=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def begin(self, dtype: str, slopes: tuple[float, ...], is_planned: bool, seed: int) -> None:
-        self.dtype, self.slopes, self.random = dtype, slopes, np.random.default_rng(seed)
-        self.short = 50 if is_planned else 1024  # from this many keys on, norms decide which keys matter
+    def begin(self, dtype: str, slopes: tuple[float, ...], is_planned: bool, may_be_ragged: bool, seed: int) -> None:
+        self.dtype, self.may_be_ragged, self.random = dtype, may_be_ragged, np.random.default_rng(seed)
+        self.use_slopes(np.float32(slopes))
+        self.short = 1 if is_planned else 1024  # from this many keys on, norms decide which keys matter
         self.cache = keeping(self.name, (BATCH, KV_HEADS, 400, HEAD_DIM), dtype)
         self.rows = [np.zeros((2, KV_HEADS, 0, HEAD_DIM))] * BATCH  # keys and values
 
@@ -148,12 +157,12 @@ class Machine(RuleBasedStateMachine):
         hidden=st.sampled_from([None, None, "mask", "segments"]),
         window_size=st.sampled_from([None, None, 0, 40]),
         tolerance=st.sampled_from([None, None, 0.0, 0.3]),
+        scale=st.sampled_from([None, None, 0.2]),
+        law=st.sampled_from(["linear", "linear", "log"]),
     )
-    def append_and_attend(
-        self, new: int, giant: float, is_ragged: bool, hidden: str | None, **options: float | None
-    ) -> None:
+    def append_and_attend(self, new: int, giant: float, is_ragged: bool, hidden: str | None, **options: Any) -> None:
         """Append tokens, some of them padding, and compare the results of their queries with each row alone."""
-        batch, longest = len(self.rows), max(self.held)
+        batch, longest, is_ragged = len(self.rows), max(self.held), is_ragged and self.may_be_ragged
         if longest + new > 400:
             return
         sizes = self.random.choice([0.25, 1.0, giant], (batch, 1, new, 1))
@@ -174,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         self.cache.append(key, value, lengths)
         rules |= {} if lengths is None else {"lengths": lengths}
         with planned_from(self.short):
-            found = self.cache.attend(query, self.slopes, **rules)
+            found = self.cache.attend(query, self.slopes_of_framework, **rules)
         for row, count in enumerate(counts):
             added = np.stack([key[row, :, :count], value[row, :, :count]])
             self.rows[row] = np.concatenate([self.rows[row], added], axis=2)
@@ -182,16 +191,48 @@ class Machine(RuleBasedStateMachine):
                 exact = self.exact(row, query[row, :, :count], visible[row], **options)
                 assert_within(found[row, :, :count][None], exact)
 
-    def exact(self, row: int, query: np.ndarray, visible: np.ndarray, window_size: Any, tolerance: Any) -> Answer:
+    def exact(
+        self, row: int, query: np.ndarray, visible: np.ndarray, window_size: Any, tolerance: Any, scale: Any, law: str
+    ) -> Answer:
         """Return the exact attention of a row's last queries; it may leave out a share of the weight."""
         (key, value), (count, length) = self.rows[row], (query.shape[1], self.held[row])
-        slopes = np.float32(self.slopes).astype(np.float64)
+        slopes = self.slopes.astype(np.float64)
         distance = np.arange(length - count, length)[:, None] - np.arange(length)
         seen = (distance >= 0) & (distance <= (length if window_size is None else window_size))
-        bias = np.where(seen & visible[:count, :length], -slopes[:, None, None] * distance, -np.inf)
+        penalty = distance if law == "linear" else np.log1p(np.maximum(distance, 0))
+        bias = np.where(seen & visible[:count, :length], -slopes[:, None, None] * penalty, -np.inf)
         share = UNIT_ROUNDOFF[self.dtype] if tolerance is None else tolerance
         arrays = (x[None] for x in (query, key, value, bias))
-        return Attention(*arrays, scale=HEAD_DIM**-0.5, dtype=self.dtype, share=share).output
+        scale = HEAD_DIM**-0.5 if scale is None else scale
+        return Attention(*arrays, scale=scale, dtype=self.dtype, share=share).output
+
+    @rule(changes=st.lists(st.sampled_from([*CHANGES, "slopes", "back"]), min_size=2, max_size=5))
+    def decode(self, changes: list[str]) -> None:
+        """Take steps of one token by equal rules, between each two of them one by another rule, or another change."""
+        for change in changes:
+            self.append_and_attend(**STEP)
+            if change == "slopes":
+                self.change_slopes(SLOPES[self.random.integers(3)], bool(self.random.integers(2)))
+            elif change == "back":
+                self.take_back(int(self.random.integers(300)), by_row=False, not_finite=False)
+            else:
+                self.append_and_attend(**STEP | {change: self.random.choice(CHANGES[change])})
+            self.append_and_attend(**STEP)
+
+    def use_slopes(self, slopes: np.ndarray) -> None:
+        """Attend with these slopes from now on; PyTorch shares their memory."""
+        shared = slopes if self.name == "torch" else slopes.copy()
+        self.slopes, self.slopes_of_framework = slopes, FRAMEWORK[self.name].array(shared)
+
+    @rule(slopes=st.sampled_from(SLOPES), is_in_place=st.booleans())
+    def change_slopes(self, slopes: tuple[float, ...], is_in_place: bool) -> None:
+        """Change slopes, in PyTorch unseen by its counter of versions; or take a copy, and change the original."""
+        before = self.slopes
+        if is_in_place and self.name == "torch":
+            before[:] = slopes
+        else:
+            self.use_slopes(np.float32(slopes) if is_in_place else before.copy())
+            before[:] = 0.3
 
     @rule(back=st.sampled_from([1, 5, 200]), by_row=st.booleans(), not_finite=st.booleans())
     def take_back(self, back: int, by_row: bool, not_finite: bool) -> None:
@@ -347,8 +388,13 @@ def test_sizes_may_be_small_numpy_integers_and_must_be_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_cache_is_not_attended_to(name: str) -> None:
-    with pytest.raises(ValueError, match="cache must hold the tokens that query is of, got an empty one; see append"):
-        keeping(name, SMALL).attend(queries(1))
+    cache, message = keeping(name, SMALL), "cache must hold the tokens that query is of, got an empty one; see append"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            cache.attend(queries(1))
+        cache.append(*zeros(1))
+        cache.attend(queries(1))
+        cache.truncate(0)
 
 
 ROWS = np.zeros((BATCH, 2, 2, HEAD_DIM), np.float32)

@@ -175,3 +175,45 @@ def test_prompts_of_several_lengths_go_on_as_each_would_alone(name: str) -> None
     mapped = FRAMEWORK[name].mapped(lambda given: model_of(name).generate(prompt, new, lengths=given))
     with pytest.raises(ValueError, match="^lengths must be an array with values, got"):
         mapped(FRAMEWORK[name].array(np.asarray([lengths])))
+
+
+def go_on(name: str, caches: list[Any], text: Any, new: int, **options: Any) -> np.ndarray:
+    """Return what a model makes of a text whose first tokens are in the caches, which are longer afterwards."""
+    found = model_of(name).inner.generate(FRAMEWORK[name].array(text), new, caches=caches, **options)
+    if name == "jax":
+        found, caches[:] = found
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_generation_goes_on_from_caches_as_from_the_whole_text(name: str, is_ragged: bool) -> None:
+    model, end = model_of(name), int(generated("torch", prompts(3, 5), 9)[0, 2])  # ends the first row early
+    caches, rows = model.inner.transformer.make_caches(3, 45), [list(row) for row in prompts(3, 5)]
+    for new, added in ((9, 2), (4, 7), (1, 1), (3, 0)):
+        lengths = [len(row) for row in rows]
+        text = np.asarray([row + [0] * (max(lengths) - len(row)) for row in rows], np.int32)
+        options: dict[str, Any] = {"eos_token_id": end} if is_ragged else {}
+        options |= {"lengths": lengths} if min(lengths) < max(lengths) else {}
+        found = go_on(name, caches, text, new, **options)
+        assert np.array_equal(found, model.generate(text, new, **options))
+        for row, given, whole in zip(rows, lengths, found.tolist(), strict=True):
+            made = whole[given : given + new]
+            row += made[: made.index(end) + 1] if is_ragged and end in made else made
+        held = np.broadcast_to(caches[0].length if caches[0].lengths is None else np.asarray(caches[0].lengths), 3)
+        assert held.tolist() == [len(row) - 1 for row in rows]
+        rows = [row + prompts(1, added)[0].tolist() for row in rows]
+    assert is_ragged == (len(set(map(len, rows))) > 1)
+    before = np.asarray(held).tolist()
+    text = np.zeros((3, 40), np.int32)
+    for given, number, message in (
+        (text[:2], 1, "caches must have the rows of tokens, 2, got 3"),
+        (text[:, : min(before)], 1, "tokens must go on after those that caches hold"),
+        (text, 99, "caches must have room for 138 tokens, got max_length"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            go_on(name, caches, given, number)
+    assert np.array_equal(np.broadcast_to(before, 3), held)
+    with pytest.raises(TypeError, match="^caches must be a list of one a block"):
+        go_on(name, caches[0], text, 1)
+    assert go_on(name, caches, text[:, :3], 0).shape == (3, 3)

@@ -49,8 +49,13 @@ def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
         step()
         slopes[2] = 0.0
         step()
+        before, slopes = slopes, slopes.clone()
+        before.fill_(9.0)
+        step()
         cache.select_batch(torch.tensor([2, 0]))
         held = held[:, [2, 0]]
+        with pytest.raises(ValueError, match="batch"):
+            cache.attend(torch.randn(3, HEADS, 1, HEAD_DIM), slopes)
         step()
         cache.truncate(200)
         held = held[:, :, :, :200]
@@ -60,6 +65,19 @@ def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
         found, right = cache.attend(query, slopes), attention(query, *held, slopes, implementation="dense")
         gradients = [torch.autograd.grad(x.square().sum(), query)[0] for x in (found, right)]
         assert (gradients[0] - gradients[1]).abs().max() < 1e-5
+        step()  # kept for the next one, but not for these
+        many = torch.randn(3, 2, HEADS, 1, HEAD_DIM)
+        for transform in (torch.vmap, lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).square().sum()))):
+            found = transform(lambda query: cache.attend(query, slopes))(many)
+            right = transform(lambda query: attention(query, *held, slopes, implementation="dense"))(many)
+            assert (found - right).abs().max() < 1e-4
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(many[0], many[1])
+            assert torch.autograd.forward_ad.unpack_dual(cache.attend(dual, slopes)).tangent is not None
+        for window_size, message in ((True, "must be an integer, got True"), (1.0, "must be an integer, got 1.0")):
+            cache.attend(many[0], slopes, window_size=1)
+            with pytest.raises(TypeError, match=f"^window_size {message}"):
+                cache.attend(many[0], slopes, window_size=window_size)
 
 
 @pytest.mark.parametrize("short", [1, 2048])
@@ -69,9 +87,9 @@ def test_autocast_rounds_no_bias_of_a_step(dtype: torch.dtype, short: int) -> No
     cache.append(*torch.randn(2, 2, KV_HEADS, 400, HEAD_DIM, dtype=dtype).unbind())
     query, slopes = torch.randn(2, HEADS, 1, HEAD_DIM, dtype=dtype), torch.full((HEADS,), 0.003)
     with planned_from(short):
+        expected = cache.attend(query, slopes)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = cache.attend(query, slopes)
-        assert torch.equal(found, cache.attend(query, slopes))
+            assert torch.equal(cache.attend(query, slopes), expected)
 
 
 def test_steps_under_autocast_and_of_learnt_slopes() -> None:
@@ -199,7 +217,8 @@ def test_attention_to_a_cache_compiles_in_one_graph() -> None:
     for token in range(3):
         cache.append(key[:, :, token, None], value[:, :, token, None])
         step = query[:, :, token, None]
-        torch.testing.assert_close(attend(step), cache.attend(step))
+        expected = cache.attend(step)  # before, so that a compiler meets what the cache keeps for its next step
+        torch.testing.assert_close(attend(step), expected)
 
 
 @pytest.mark.slow

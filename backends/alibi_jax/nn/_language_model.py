@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -59,6 +60,8 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
     @functools.wraps(models.BaseLanguageModel.generate)
     def generate(self, tokens: Any, max_new_tokens: int, *, key: jax.Array | None = None, **options: Any) -> Any:
         """See the base class; tokens whose values can be read are padded and joined on the host, for no compilation."""
+        if options.get("caches") is not None and is_traced(nnx.state(self), tokens, key, options["caches"]):
+            raise ValueError("caches must be None in a traced call, which cannot read how many tokens they hold")
         if (
             not isinstance(tokens, jax.Array)
             or is_traced(nnx.state(self), tokens, key)
@@ -67,25 +70,28 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
             return super().generate(tokens, max_new_tokens, key=(key, None), **options)
         place = tokens.sharding if tokens.committed else None
         found = super().generate(np.asarray(tokens), max_new_tokens, key=(key, place), **options)
-        return jax.device_put(found, place)
+        text, *caches = found if isinstance(found, tuple) else (found,)
+        return (jax.device_put(text, place), *caches) if caches else jax.device_put(text, place)
 
     def _generate(
-        self, prompts: models.Prompts, number: int, rules: Generation, source: tuple[jax.Array | None, Any]
-    ) -> list[Any]:
+        self, prompts: models.Prompts, number: int, rules: Generation, source: tuple[jax.Array | None, Any], caches: Any
+    ) -> tuple[list[Any], Any]:
         key, place = source
         if rules.temperature > 0 and key is None:
             raise ValueError("key must be given with a temperature above 0, got None; jax.random.key makes one")
         if number == 0:
-            return []
+            return [], caches
         # Copy the modules to turn off dropout without changing this model.
         model = nnx.merge(*nnx.split(self))
         model.eval()
         graph, state = nnx.split(model)
         batch_size, length = prompts.tokens.shape
-        on_host = isinstance(prompts.tokens, np.ndarray)
-        widths = (0, 0), (0, _few_sizes(length) - length)
+        on_host, is_given = isinstance(prompts.tokens, np.ndarray), caches is not None
+        room = int(caches[0].max_length - caches[0].length) if is_given else math.inf
+        widths = (0, 0), (0, min(_few_sizes(length), max(room, length)) - length)
         tokens = jax.device_put(np.pad(prompts.tokens, widths), place) if on_host else jnp.pad(prompts.tokens, widths)
-        caches = self.transformer.make_caches(batch_size, _few_sizes(max(tokens.shape[1], length + number), 128))
+        if not is_given:
+            caches = self.transformer.make_caches(batch_size, _few_sizes(max(tokens.shape[1], length + number), 128))
         keys = None if key is None else jax.random.split(key, _few_sizes(number))
         lengths = np.int32(length) if prompts.lengths is None else prompts.lengths
         extend = _extend if is_traced(state, tokens, key) else _extend_in_place
@@ -93,15 +99,15 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
         def step(unread: jax.Array, ended: jax.Array | None, index: int) -> tuple[jax.Array, jax.Array | None]:
             nonlocal caches
             # With prompts of different lengths, the empty caches have a scalar length and the returned ones a length
-            # per row, so the buffers cannot be donated.
-            is_first = index == 0 and prompts.lengths is not None
+            # per row, so the buffers cannot be donated; nor can the caller's.
+            is_first = index == 0 and (is_given or prompts.lengths is not None)
             unread, ended, caches = (_extend if is_first else extend)(
                 graph, state, unread, caches, rules, keys, np.int32(index), ended, lengths if index == 0 else None
             )
             return unread, ended
 
         found = models.following(tokens, number, step, may_stop=extend is _extend_in_place)
-        return jax.device_get(found) if on_host else found
+        return (jax.device_get(found) if on_host else found), caches
 
 
 def _few_sizes(number: int, least: int = 16) -> int:
@@ -129,7 +135,8 @@ def _extended(
     by_row = lengths if lengths is not None and jnp.ndim(lengths) else None
     hidden, caches = model.transformer(model.embed(tokens), caches=caches, lengths=by_row)
     if lengths is not None and by_row is None:  # no token of text sees the padding, which comes after it
-        caches, lengths = [cache.truncate(lengths) for cache in caches], jnp.full(tokens.shape[0], lengths)
+        caches = [cache.truncate(cache.length - tokens.shape[1] + lengths) for cache in caches]
+        lengths = jnp.full(tokens.shape[0], lengths)
     logits = model.read_out(models.last_tokens(hidden, lengths))  # [batch, vocab_size]
     if rules.temperature == 0:
         chosen = logits.argmax(axis=-1)

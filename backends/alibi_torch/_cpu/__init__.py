@@ -8,3 +8,6 @@ from alibi_torch._cpu.plan import norm_bounds as norm_bounds
 from alibi_torch._cpu.plan import tiling as tiling
 from alibi_torch._cpu.plan import uses_norms as uses_norms
 from alibi_torch._cpu.step import NEAR as NEAR
+from alibi_torch._cpu.step import NextStep as NextStep
+from alibi_torch._cpu.step import attend_last_query as attend_last_query
+from alibi_torch._cpu.step import is_last_query as is_last_query

@@ -8,6 +8,8 @@ few heads at a time, so that the copy fits into the CPU's cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,28 +40,63 @@ def is_last_query(call: AttentionCall) -> bool:
 # --- One query at the position of the last key -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class NextStep:
+    """The steps of one query that follow a checked one: the same arguments, other tokens, any number of keys.
+
+    ``arguments`` decide whether a later step is one of them; slopes are among them by value, so that it does not matter
+    who changes slopes, and how.
+    """
+
+    arguments: tuple[Any, ...]
+    call: AttentionCall
+    biases: Tensor  # [batch or 1, num_kv_heads, group, kv_len]; the last are those of the query's own key
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...], call: AttentionCall, most: int) -> NextStep:
+        """Return the steps after a call, up to ``most`` keys."""
+        return cls(arguments, replace(call, slopes=call.slopes.detach().clone()), last_biases(call, most))
+
+
+def last_biases(call: AttentionCall, kv_len: int) -> Tensor:
+    """Return the biases of ``kv_len`` keys for a query at the last: ``[batch or 1, num_kv_heads, group, kv_len]``."""
+    return distance_row(call, kv_len - 1, 1).unflatten(1, (call.num_kv_heads, -1))
+
+
 def attend_last_query(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, ``[batch, num_heads, 1, head_dim]``, in the working dtype, and the log-sum-exp."""
+    """Return the result, ``[batch, num_heads, 1, head_dim]``, in the working dtype, and the log-sum-exp.
+
+    ``bias`` are ``last_biases`` of as many keys or more; None computes them.
+    """
     kv_len, dtype, shape = call.kv_len, call.working_dtype, query.shape
     # A window of w tokens shows w + 1 keys, the query's own included.
     most = kv_len if call.window_size is None else min(kv_len, call.window_size + 1)
-    row = distance_row(call, most - 1, 1)  # [batch or 1, num_heads, most]
+    bias = last_biases(call, most) if bias is None else bias[..., bias.shape[-1] - most :]
     if call.num_kv_heads < call.num_heads:
         # The heads of a group become rows: [batch, num_kv_heads, group, head_dim].
         query = query.reshape(shape[0], call.num_kv_heads, -1, shape[3])
-    bias = row.reshape(len(row), call.num_kv_heads, -1, most)  # [batch or 1, num_kv_heads, group, most]
-    found, widths = [], _widths(call, query, key, norms, most)
-    for heads, width in _groups(call, widths):
-        rows, keys, values, biases = query, key, value, bias
-        if width < kv_len or heads.stop - heads.start < call.num_kv_heads:
-            # The last `width` keys of these heads; the last `width` biases belong to them.
-            rows, biases = query[:, heads], bias[:, heads, :, most - width :]
-            keys, values = key[:, heads, kv_len - width :], value[:, heads, kv_len - width :]
-        found.append(fused_forward(rows.to(dtype), keys.to(dtype), values.to(dtype), biases, call.scale))
-    result, logsumexp = _joined(found)
-    return result.reshape(shape), logsumexp.reshape(shape[:3])
+    if norms is None and call.dtype == dtype and most == kv_len:  # nothing to leave out or to cast: the shortest way
+        result, logsumexp = fused_forward(query, key, value, bias, call.scale)
+    else:
+        parts = _groups(call, _widths(call, query, key, norms, most))
+        # The last `width` keys of these heads; the last `width` biases belong to them.
+        result, logsumexp = _joined(
+            [
+                fused_forward(
+                    query[:, heads].to(dtype),
+                    key[:, heads, kv_len - width :].to(dtype),
+                    value[:, heads, kv_len - width :].to(dtype),
+                    bias[:, heads, :, most - width :],
+                    call.scale,
+                )
+                for heads, width in parts
+            ]
+        )
+    if query.shape != shape:
+        result, logsumexp = result.reshape(shape), logsumexp.reshape(shape[:3])
+    return result, logsumexp
 
 
 def _groups(call: AttentionCall, widths: Sequence[int]) -> Iterator[tuple[slice, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class AlibiLanguageModel(Checkpointing, models.BaseLanguageModel):
         top_p: float | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        caches: Sequence[Any] | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
@@ -81,6 +83,8 @@ class AlibiLanguageModel(Checkpointing, models.BaseLanguageModel):
             eos_token_id: A token, or several, that ends a row.
             pad_token_id: The token that fills a row after its end. Default: ``eos_token_id`` (the first of several), or
                 0.
+            caches: From ``transformer.make_caches``, to go on from a text: they hold the first tokens of each prompt,
+                which is given from its start all the same, and are left with each row's text but its last token.
             generator: The random generator for sampling, on the device of ``tokens``. Default: PyTorch's global one.
 
         Returns:
@@ -88,12 +92,14 @@ class AlibiLanguageModel(Checkpointing, models.BaseLanguageModel):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, ``tokens`` is
-                not ``[batch, length]`` with a token in each row, or a token is outside of the vocabulary.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, ``caches`` have
+                other rows, no room, or no token of a prompt to read, ``tokens`` is not ``[batch, length]`` with a token
+                in each row, or a token is outside of the vocabulary.
         """
         rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        return super().generate(tokens, max_new_tokens, lengths=lengths, mask=mask, **rules, **ends, key=generator)
+        others = {"lengths": lengths, "mask": mask, "caches": caches, "key": generator}
+        return super().generate(tokens, max_new_tokens, **rules, **ends, **others)
 
     def _tied_head(self, hidden: Tensor) -> Tensor:
         table = self.embedding

@@ -91,7 +91,7 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
             law=law,
         )
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout > 0 else None  # a module's call takes as long as a check
         self._register_slopes(device, learnable=learnable_slopes)
 
     forward = models.BaseAttention.__call__
