@@ -4,7 +4,7 @@ A problem is drawn over all arguments of attention. Each implementation that tak
 eager or compiled, and must be within the rounding budget of the exact answer, which is computed here in float64, from
 the definition. An implementation that cannot take it must say so in words. The bias must have the same bits everywhere.
 
-A failure prints the problem: keep it in ``FOUND``. To draw more problems, of a library and a seed:
+A failure prints the problem: keep it in ``FOUND`` or ``OF_SOME``. To draw more problems, of a library and a seed:
 
     EXAMPLES=1000 python -m pytest tests/test_same_answer_everywhere.py -k mlx --hypothesis-seed=7
 """
