@@ -255,6 +255,8 @@ FOUND = (
     Problem((5, 11), (2, 3), slopes="per entry", q_offset="per entry", segments="pair of one axis", mask="p1qk"),
     Problem((5, 11), (2,), mask="bk", adds_bias=True),
     Problem((5, 11), ()),
+    # Queries beyond the window of all keys.
+    Problem(q_offset=13, window_size=1, is_causal=False, wrt=("value",)),
     Problem((4, 0), points="times"),
     Problem((4, 0), (2, 0), wrt=("query", "key", "value", "slopes")),
     # One element of the result, compiled.
