@@ -5,11 +5,13 @@ Each run draws anew. In CI the seed is the day, which all jobs of a day share; a
 
 import gc
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "quick")
 # Where the TPU's compiler is installed but no accelerator is, JAX would look for one, and complain at length.
 if not any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio", "nvidiactl")):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+COUNTS: Counter[str] = Counter()  # printed at the end: work that does not depend on the machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,13 +58,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
-    """Say of a failure with a given seed how to repeat it."""
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[Any]:
+    """Say of a failure with a given seed how to repeat it; count drawn examples."""
     report = yield
+    drawn = re.findall(r"- (\d+) passing,", getattr(item, "hypothesis_statistics", ""))
+    COUNTS["drawn examples"] += sum(map(int, drawn)) * (call.when == "teardown")
     if report.failed and (seed := item.config.getoption("hypothesis_seed")) is not None:
         line = f"EXAMPLES={settings().max_examples} python -m pytest -m '' --hypothesis-seed={seed} '{item.nodeid}'"
         report.sections.append(("To repeat", line))
     return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "torch._dynamo.utils" in sys.modules:
+        COUNTS["graphs of torch.compile"] += sys.modules["torch._dynamo.utils"].counters["stats"]["unique_graphs"]
+    vars(session.config).get("workeroutput", {})["counts"] = dict(COUNTS)  # of a process of xdist
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    COUNTS.update(getattr(node, "workeroutput", {}).get("counts", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(", ".join(f"{count:,} {name}" for name, count in COUNTS.items()))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,6 +91,10 @@ def pytest_collection() -> Iterator[Any]:
     try:
         return (yield)
     finally:
+        if "jax" in sys.modules:
+            sys.modules["jax"].monitoring.register_event_duration_secs_listener(
+                lambda event, *_, **__: COUNTS.update({"programs of JAX": "backend_compile" in event})
+            )
         gc.freeze()
         gc.enable()
 

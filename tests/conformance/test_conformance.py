@@ -6,22 +6,11 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import alibi_core
 from alibi_core.conformance import LAWS, BackendAdapter, Library, installed_adapters
-from tests.support.frameworks import (
-    BACKENDS,
-    DASK,
-    GRADIENTS,
-    JAX,
-    MLX,
-    STRICT,
-    TORCH,
-    Backend,
-    Framework,
-)
+from tests.support.frameworks import BACKENDS, DASK, GRADIENTS, JAX, MLX, STRICT, TORCH, Framework
 
 
 def core_adapter(framework: Framework) -> BackendAdapter:
@@ -86,14 +75,3 @@ def test_every_implementation_that_runs_here_is_among_the_adapters() -> None:
         expected -= {"decode_step"} if adapter.name.startswith("alibi_core") else set()
         if adapter.name not in ("alibi_core", "alibi_core[array_api_strict]", "alibi_core[dask]"):
             assert all(hasattr(adapter, function) for function in expected), adapter.name
-
-
-# --- What backends promise beyond the laws ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window_size", [2**31, 2**70])
-def test_a_window_wider_than_any_row_is_none(backend: Backend, window_size: int) -> None:
-    query, key, value = np.random.default_rng(5).standard_normal((3, 1, 3, 7, 5))
-    windowed = backend.attention(query, key, value, dtype="float32", window_size=window_size)
-    np.testing.assert_array_equal(windowed, backend.attention(query, key, value, dtype="float32"))

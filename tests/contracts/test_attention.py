@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance.testing import Attention, penalties
-from alibi_core.conformance.testing import assert_within_budget as assert_within
-from tests.support.frameworks import BACKENDS, JAX, LAYER_BACKENDS, LIBRARIES, TORCH, Backend, param, slow_in_jax
+from tests.support.frameworks import JAX, LAYER_BACKENDS, LIBRARIES, TORCH, Backend, param, slow_in_jax
 from tests.support.layers import cast, make_layer
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)
-EACH_IMPLEMENTATION = pytest.mark.parametrize("backend", LAYER_BACKENDS)
 HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 6, 3, 7, 11, 5
 
 
@@ -25,13 +22,6 @@ def tensors(*batch: int) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     sizes = (HEADS, Q_LEN), (KV_HEADS, KV_LEN), (KV_HEADS, KV_LEN)
     return [rng.standard_normal((*batch, *size, HEAD_DIM)).astype(np.float32) for size in sizes]
-
-
-def exact(qkv: Any, slopes: np.ndarray, added: Any = 0, **arguments: Any) -> Any:
-    query, key, value = qkv
-    bias = penalties((len(query), HEADS, Q_LEN, KV_LEN), slopes, **arguments) + added
-    query, key, value = (x.astype(np.float64) for x in (query, key, value))
-    return Attention(query, key, value, bias=bias, scale=HEAD_DIM**-0.5, dtype="float32").output
 
 
 @pytest.mark.parametrize("backend", slow_in_jax(LAYER_BACKENDS))
@@ -97,7 +87,6 @@ def test_forward_mode_of_pytorch_is_dense_where_there_are_tangents_and_nowhere_e
 # --- What "dense" alone offers: a bias of one's own, dropout, weights as output --------------------------------------
 
 SLOPES = np.asarray([1.0, 0.5, 0.3, 0.1, 0.05, 0.02], np.float32)
-DENSE = [b for b in BACKENDS if b.values[0].implementation in (None, "dense") and "dask" not in b.id]
 OTHERS = [b for b in LAYER_BACKENDS if b.values[0].implementation != "dense"]
 
 
@@ -113,21 +102,6 @@ def added() -> np.ndarray:
 
 def called(backend: Backend, **arguments: Any) -> Any:
     return backend.function(**backend.framework.placed(arguments))(*backend.place(*tensors(2), SLOPES, dtype="float32"))
-
-
-@pytest.mark.parametrize("backend", DENSE)
-def test_a_bias_is_added_to_the_scores_and_weights_come_out(backend: Backend) -> None:
-    query, key, value = tensors(2)
-    identity = np.broadcast_to(np.eye(KV_LEN), (2, KV_HEADS, KV_LEN, KV_LEN))  # the result for such values is weights
-    result, weights = called(backend, added_bias=added(), return_weights=True)
-    assert weights.dtype == result.dtype
-    result, weights = backend.layout(backend.framework.numpy(result)), backend.framework.numpy(weights)
-    assert_within(result, exact((query, key, value), SLOPES, added()))
-    assert_within(weights, exact((query, key, identity), SLOPES, added()))
-    assert not weights[:, 1, 3].any()
-    assert not result[:, 1, 3].any()
-    chosen = dataclasses.replace(backend, implementation=None)
-    assert np.array_equal(chosen.attention(*tensors(2), SLOPES, dtype="float32", added_bias=added()), result)
 
 
 @EACH

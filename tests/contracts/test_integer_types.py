@@ -32,28 +32,6 @@ def has(framework: Framework, dtype: str) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_offset_of_any_integer_type_is_that_number(backend: Backend) -> None:
-    given = tensors(150, 200)  # kernels shift offsets by more than int8 holds
-    wanted = backend.attention(*given, SLOPES, dtype="float32", q_offset=np.asarray([100, 50], np.int32))
-    for dtype in ("int8", "uint8", "uint16", "uint32", "int64", "uint64"):
-        if has(backend.framework, dtype):
-            got = backend.attention(*given, SLOPES, dtype="float32", q_offset=np.asarray([100, 50], dtype))
-            np.testing.assert_array_equal(got, wanted, err_msg=dtype)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_segment_ids_of_any_integer_type_are_compared(backend: Backend) -> None:
-    given, ids = tensors(20, 20), np.repeat([[3, 1, 0], [2, 2, 7]], [6, 6, 8], axis=1)
-    wanted = backend.attention(*given, SLOPES, dtype="float32", segment_ids=ids.astype(np.int32))
-    for dtype in ("int8", "uint8", "uint16", "uint32", "int64", "uint64"):
-        if has(backend.framework, dtype):
-            high = ids + 2**32 * (ids == 7) * dtype.endswith("64")  # in 32 bits these ids would be 7
-            for both in (high.astype(dtype), (high.astype(dtype), high.astype(dtype))):
-                got = backend.attention(*given, SLOPES, dtype="float32", segment_ids=both)
-                np.testing.assert_array_equal(got, wanted, err_msg=dtype)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_an_offset_beyond_32_bits_does_not_wrap(backend: Backend, is_causal: bool) -> None:
     rules: dict[str, Any] = {} if is_causal else {"is_causal": False, "future_slopes": SLOPES / 3}

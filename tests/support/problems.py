@@ -15,6 +15,8 @@ from alibi_core.conformance.testing import DATA, UNIT_ROUNDOFF, Answer, Attentio
 from tests.support.tiles import Tiling
 
 TENSORS = ("query", "key", "value")
+SIGNED = ("int8", "int16", "int32", "int64")
+INTEGERS = (*SIGNED, *(f"u{x}" for x in SIGNED))
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,18 +29,19 @@ class Problem:
     head_dim: int = 5
     dtype: str = "float32"
     data: str = "normal"  # or a name in DATA: outliers, sinks, ...
-    slopes: str = "shared"  # "per entry"; "default"
+    slopes: str = "shared"  # "per entry"; "default"; "one negative"
     future: str | None = None  # as slopes, or "zero": slopes of keys after the query
     is_causal: bool = True
     q_offset: int | str | None = None  # "array"; "per entry"; "far per entry"
     window_size: int | None = None
     segments: str | None = None  # a name in SEGMENTS
-    mask: str | None = None  # axes in order, "1" for one that broadcasts; ":int" behind them for integers
+    mask: str | None = None  # axes in order, "1" for one that broadcasts; behind them ":int" or ":pad"
     points: str | None = None  # a name in POINTS: positions of the caller's own
     distance: str = "manhattan"
     law: str = "linear"
     scale: float | None = None
     tolerance: float | None = None
+    knows_norms: bool = False  # an upper bound of the norms of keys is given, to a backend that takes one
     adds_bias: bool = False
     returns_weights: bool = False
     wrt: tuple[str, ...] = ()  # the arguments whose gradients are asked for
@@ -62,12 +65,13 @@ class Problem:
         """The tensors, rounded to the dtype, the cotangent, and the slopes, float32 numbers; all in float64."""
         rng, (q_len, kv_len) = np.random.default_rng(self.seed), self.lengths
         sizes = {"query": (self.num_heads, q_len), "key": (self.heads[0], kv_len), "value": (self.heads[0], kv_len)}
+        entries = math.prod(self.batch)
         found = {
-            name: rng.standard_normal((math.prod(self.batch), *size, self.head_dim)) * rng.choice([0.25, 1.0, 4.0])
+            name: rng.standard_normal((entries, *size, self.head_dim)) * rng.choice([0.25, 1, 4], (entries, 1, 1, 1))
             for name, size in (sizes | {"cotangent": sizes["query"]}).items()
         }
         if self.data != "normal" and 0 not in self.scores:
-            DATA[self.data](*(found[name] for name in TENSORS))
+            DATA[self.data](*(found[name][self.seed % 2 :] for name in TENSORS))  # maybe not of the first entry
         found = {name: rounded(x, self.dtype).reshape(*self.batch, *x.shape[1:]) for name, x in found.items()}
         found["cotangent"] = shaped(self.loss, found["cotangent"])
         for name, kind in (("slopes", self.slopes), ("future_slopes", self.future)):
@@ -75,6 +79,8 @@ class Problem:
             values = rng.choice(np.float32([0, 2.0**-16, 0.0625, 0.3, 1, 2.5]), shape).astype(np.float64)
             if kind not in (None, "default"):
                 found[name] = values * (kind != "zero")
+            if kind == "one negative":
+                found[name][-1] = -0.125
         return found
 
     @functools.cached_property
@@ -85,10 +91,17 @@ class Problem:
         given = {name: getattr(self, name) for name, default in values.items() if getattr(self, name) != default}
         given |= {} if self.tolerance is None else {"tolerance": self.tolerance}
         given |= {"return_weights": True} if self.returns_weights else {}
+        given |= {"allow_negative_slopes": True} if self.slopes == "one negative" else {}
+        if self.knows_norms:
+            norms = np.linalg.norm(self.arrays["key"], axis=-1).max(axis=-1, initial=0)
+            norms = np.float32(norms * rng.choice([1 + 2.0**-20, 3.0, 1e30]))
+            given["max_key_norm"] = norms if rng.random() < 0.5 else float(norms.max(initial=0))
         if isinstance(self.q_offset, str):
             near, far = np.arange(-4, 14), np.asarray([-(2**30), -(10**6), 5, 10**6, 2**29 + 50, 2**30 - 9])
             shape = () if self.q_offset == "array" else self.batch
-            given["q_offset"] = np.asarray(rng.choice(far if "far" in self.q_offset else near, shape), np.int32)
+            values = rng.choice(far if "far" in self.q_offset else near, shape)
+            kinds = SIGNED if np.min(values, initial=0) < 0 else INTEGERS
+            given["q_offset"] = np.asarray(values, "int32" if "far" in self.q_offset else rng.choice(kinds))
         elif self.q_offset is not None:
             given["q_offset"] = self.q_offset
         if self.segments is not None:
@@ -99,7 +112,10 @@ class Problem:
             axes, _, kind = self.mask.partition(":")
             mask = rng.random(self.mask_shape(axes)) < rng.choice([0.3, 0.6, 0.95])
             mask[rng.random(mask.shape[:-1]) < 0.2] = False  # rows that see nothing
-            given["mask"] = mask.astype(rng.choice([np.uint8, np.int32])) if kind else mask
+            if kind == "pad":
+                start, stop = np.sort(rng.integers(0, kv_len + 1, (2, *mask.shape[:-1], 1)), axis=0)
+                mask = (np.arange(kv_len) >= start) & (np.arange(kv_len) < stop)
+            given["mask"] = mask.astype(rng.choice(INTEGERS)) if kind == "int" else mask
         if self.adds_bias:
             added = rng.standard_normal(self.scores[-3:]).astype(np.float32)
             added = added.reshape((*(1,) * len(self.batch), *added.shape))
@@ -130,7 +146,7 @@ def shaped(kind: str, cotangent: Any) -> Any:
 
 
 def sorted_ids(rng: Any, *shape: int) -> Any:
-    return np.sort(rng.integers(0, 3, shape), axis=-1).astype(np.int32)
+    return np.sort(rng.integers(0, 3, shape), axis=-1).astype(rng.choice(INTEGERS))
 
 
 def mixed_ids(rng: Any, *shape: int) -> Any:
@@ -140,9 +156,10 @@ def mixed_ids(rng: Any, *shape: int) -> Any:
 # One array serves queries and keys, a pair has one for each; without batch axes all entries share it.
 SEGMENTS: dict[str, Callable[..., Any]] = {
     "one": lambda rng, batch, _, k: sorted_ids(rng, *batch, k),
-    "one row": lambda rng, _, q, k: sorted_ids(rng, k).astype(np.uint8),
+    "one, interrupted": lambda rng, batch, _, k: (rng.random((*batch, k)) < 0.06).astype(np.int32),
+    "one row": lambda rng, _, q, k: sorted_ids(rng, k),
     "pair": lambda rng, batch, q, k: (sorted_ids(rng, *batch, q), sorted_ids(rng, *batch, k)),
-    "pair of one row": lambda rng, batch, q, k: (sorted_ids(rng, q).astype(np.int64), mixed_ids(rng, *batch, k)),
+    "pair of one row": lambda rng, batch, q, k: (sorted_ids(rng, q), mixed_ids(rng, *batch, k)),
     "pair of one axis": lambda rng, batch, q, k: (sorted_ids(rng, *batch[-1:], q), sorted_ids(rng, *batch[-1:], k)),
     "mixed": lambda rng, batch, q, k: (mixed_ids(rng, *batch, q), mixed_ids(rng, *batch, k)),
 }
@@ -153,8 +170,14 @@ def at(kind: str, *dims: int, shares: bool = False, of_all: bool = False) -> Cal
 
     def made(rng: Any, batch: tuple[int, ...], *lengths: int) -> Any:
         shapes = [(*(() if of_all else batch), n, *dims) for n in lengths]
-        if kind == "integer":
+        if kind in ("integer", "far"):
             found = [rng.integers(-9, 9, shape).astype(np.int32) for shape in shapes]  # with ties
+            if kind == "far":  # distances that do not fit float32, but for one key, which a mask may hide
+                found[0] += (shift := rng.choice(np.int32([2**23 - 20, 10**8 + 3, 2**30 - 9, 20 - 2**23])))
+                found[1][..., :1, *[slice(None)] * len(dims)] = shift
+        elif kind == "far real":
+            found = [rng.integers(-9, 9, shape).astype(np.float32) for shape in shapes]
+            found = [found[0] + 2**22, found[1] / 8]
         else:
             found = [rng.normal(0, 9, shape).astype(np.float32) for shape in shapes]
         if kind == "nowhere":
@@ -171,13 +194,16 @@ POINTS = {
     "times of all": at("real", of_all=True),
     "some nowhere": at("nowhere"),
     "one for both": at("integer", shares=True),
+    "far": at("far"),
+    "far times": at("far real"),
     "grid": at("integer", 2),
+    "far grid": at("far", 2),
     "space": at("real", 3),
     "space, some nowhere": at("nowhere", 2),
     "one space for both": at("nowhere", 3, shares=True),
     "space of all": at("real", 2, of_all=True),
 }
-ON_LINE = tuple(POINTS)[:5]
+ON_LINE = tuple(POINTS)[:7]
 
 
 # --- The exact answer -------------------------------------------------------------------------------------------------
@@ -212,7 +238,7 @@ def exact(p: Problem) -> dict[str, Answer]:
 
     # How far keys are ahead of queries, and the distance, [entries, 1, q_len, kv_len]. Products of float32 slopes with
     # near distances are exact in float64, others need more bits.
-    is_far = np.abs(given.get("q_offset", 0)).max(initial=0) > 999
+    is_far = np.abs(given.get("q_offset", 0)).max(initial=0) > 999 or "far" in (p.points or "")
     wide = np.longdouble if is_far or p.dtype == "float64" else np.float64
     if p.points is None:
         offset = of_entries(given.get("q_offset", kv_len - q_len)).astype(np.int64)[:, None, None, None]
@@ -252,7 +278,7 @@ def exact(p: Problem) -> dict[str, Answer]:
     highest = np.where(highest > -np.inf, highest, 0)
     bias = np.where(visible, full - highest, -np.inf).astype(np.float64)
     # Distances between tokens are whole, and those of a row count from the nearest; others are rounded at their size.
-    is_whole = p.law == "linear" and p.points in (None, "integers", "one for both")
+    is_whole = p.law == "linear" and p.points in (None, "integers", "one for both", "far")
     largest = None if is_whole else abs(full).max(-1, keepdims=True, initial=0).astype(np.float64)
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
     arrays = [tensors[name] for name in TENSORS]

@@ -19,16 +19,6 @@ from tests.support.frameworks import Backend
 TOLERANCES = (0.3, 0.01, 1e-4, 2.0**-24)
 LONGER_CASES = st.sampled_from(LONGER).flatmap(lambda sizes: cases(sizes=sizes))
 
-# Where segments of queries and of keys begin, in 64 tokens.
-SPANS = {
-    "within tiles": ([10, 33], [10, 33]),
-    "at tiles": ([16, 40], [16, 40]),
-    "of one token": ([20, 21, 22], [20, 21, 22]),
-    "of queries": ([16, 33], []),
-    "of keys": ([], [17, 31]),
-    "apart": ([10, 30], [18, 38]),
-}
-
 
 def norm_bounds(vectors: Any) -> Any:
     """Return the core's bounds of norms, of low precision in float32."""

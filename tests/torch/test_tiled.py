@@ -116,54 +116,6 @@ def test_gradients_of_queries_that_cannot_see_a_large_key_keep_their_digits() ->
         assert (found - other).norm() <= 16 * 10 * 2**-24 * other.norm()
 
 
-# --- Norms that the caller knows ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by_mapping", [False, True])
-def test_each_batch_entry_has_its_own_norms(by_mapping: bool) -> None:
-    query, key, value = tensors((64, 64))
-    key[1, :, 3] = 90.0
-    norms, slopes = key.norm(dim=-1).amax(dim=-1) * (1 + 2**-20), torch.tensor([1.0, 0.5, 0.25, 0.1])
-
-    def one(*x: torch.Tensor) -> torch.Tensor:
-        return tiled(*x[:3], slopes, max_key_norm=x[3])
-
-    expected = alibi_torch.attention(query, key, value, slopes, implementation="dense")
-    with Tiling().applied():
-        result = (torch.func.vmap(one) if by_mapping else one)(query, key, value, norms)
-        offsets = torch.zeros(2, dtype=torch.int32)
-        by_offset = tiled(query, key, value, slopes, max_key_norm=norms, q_offset=offsets)
-    for found in (result, by_offset):
-        torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
-
-
-@pytest.mark.parametrize("number", [0.0, 1e30])
-def test_a_key_norm_may_be_any_upper_bound(number: float) -> None:
-    query, key, value = tensors((64, 64))
-    key = key * 0 if number == 0 else key
-    expected = alibi_torch.attention(query, key, value, implementation="dense")
-    with Tiling().applied():
-        torch.testing.assert_close(tiled(query, key, value, max_key_norm=number), expected, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("norm", "error", "message"),
-    [
-        (-1.0, ValueError, "max_key_norm must .* got -1.0"),
-        (float("nan"), ValueError, "max_key_norm must"),
-        (float("inf"), ValueError, "max_key_norm must be finite"),
-        ("1", TypeError, "max_key_norm must"),
-        (torch.ones(2), ValueError, r"max_key_norm must be .* of shape \(2, 2\) \(batch, num_kv_heads\), got .*\(2,\)"),
-        (torch.ones(2, 4), ValueError, r"max_key_norm must be .* of shape \(2, 2\)"),
-        (torch.ones(2, 2, dtype=torch.int32), ValueError, "max_key_norm must be .* floating .* got torch.int32"),
-        (torch.tensor([[1.0, 1.0], [1.0, -1.0]]), ValueError, "max_key_norm must not be negative, got .*-1.0"),
-    ],
-)
-def test_bad_norms_are_refused(norm: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        tiled(*tensors((5, 7)), max_key_norm=norm)
-
-
 # --- Compiled ------------------------------------------------------------------------------------------------------
 
 
@@ -186,23 +138,6 @@ def test_gradients_of_a_compiled_loss(names: tuple[str, ...], length: int, dtype
 
     grads = (torch.autograd.grad(f(arguments), leaves) for f in (torch.compile(loss, fullgraph=True), loss))
     torch.testing.assert_close(*grads, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "variant", [pytest.param(x, marks=[] if x in ("asymmetric", "by entry") else [pytest.mark.slow]) for x in VARIANTS]
-)
-def test_compiles_whole_with_its_gradients(variant: str) -> None:
-    torch.compiler.reset()
-    arguments, weight = arguments_of(variant), torch.randn(2, 4, 7, 5)
-    leaves = leaves_of(arguments)
-
-    def loss(arguments: dict[str, Any]) -> torch.Tensor:
-        return (tiled(**arguments) * weight).sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    with Tiling().applied():
-        grads = [torch.autograd.grad(f(arguments), leaves) for f in (compiled, loss)]
-    torch.testing.assert_close(*grads, rtol=0, atol=2e-6)
 
 
 def test_one_compiled_function_serves_varying_lengths() -> None:
@@ -554,26 +489,3 @@ def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
         rows.append(torch.cat(alone, dim=2))
     packed = alibi_torch.attention(*inputs, slopes, is_causal=is_causal, segment_ids=ids)
     torch.testing.assert_close(gradients(packed), gradients(torch.cat(rows)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("is_causal", "window_size"), [(True, None), (False, 50)])
-def test_padding_on_either_side_is_left_out(is_causal: bool, window_size: int | None) -> None:
-    generator, length = torch.Generator().manual_seed(0), 400
-    query = torch.randn(5, 4, length, 8, generator=generator)
-    key, value = torch.randn(2, 5, 2, length, 8, generator=generator).unbind()
-    shown = torch.ones(5, 1, 1, length, dtype=torch.bool)
-    shown[0, ..., :100], shown[1:3, ..., 70:], shown[3, ..., :12], shown[3, ..., -30:] = False, False, False, False
-    with_hole = shown.clone()
-    with_hole[2, ..., 30] = False
-    for mask in (shown, shown[:1], shown[4:], with_hole):
-        rules = {"is_causal": is_causal, "window_size": window_size, "mask": mask}
-        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
-        doubles = [x.double().requires_grad_() for x in (query, key, value)]
-        right = alibi_torch.attention(*doubles, implementation="dense", **rules)
-        found = alibi_torch.attention(*inputs, **rules)
-        for result in (found, alibi_torch.attention(query, key, value, **rules)):  # with gradients, and without
-            assert (result - right).abs().max() <= 1e-5
-        cotangent = torch.randn(found.shape, generator=generator)
-        by_inputs = torch.autograd.grad(found, inputs, cotangent)
-        for one, other in zip(by_inputs, torch.autograd.grad(right, doubles, cotangent.double()), strict=True):
-            assert (one - other).abs().max() <= 2e-5 * other.abs().max().clamp(min=1)
