@@ -216,8 +216,8 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 _PACKED = (
     "Tensor slopes, Tensor? future_slopes, Tensor? q_offset, Tensor? q_segment_ids, Tensor? kv_segment_ids, "
     "Tensor? mask, Tensor? added_key_bias, Tensor? log_gates, Tensor? q_points, Tensor? kv_points, Tensor? key_norms, "
-    "SymInt norms_block, SymInt first_position, bool is_causal, SymInt? window_size, float scale, float tolerance, bool shares_ids, "
-    "bool shares_points, bool may_lack_points, str distance, str law, str implementation"
+    "SymInt norms_block, SymInt first_position, bool is_causal, SymInt? window_size, float scale, float tolerance, "
+    "bool shares_ids, bool shares_points, bool may_lack_points, str distance, str law, str implementation"
 )
 _SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_PACKED}, bool is_exact) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
