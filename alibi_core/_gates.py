@@ -16,6 +16,7 @@ from alibi_core._arrays import (
     along_axis,
     arange,
     asarray,
+    associative_scan,
     astype,
     at_least,
     at_most,
@@ -29,7 +30,6 @@ from alibi_core._arrays import (
     namespace_of,
     narrowed,
     running_sum,
-    unfused,
 )
 from alibi_core._bias import working_dtype
 from alibi_core._distance import difference, exact_sum
@@ -170,17 +170,22 @@ def suffix_sums(xp: Namespace, numbers: Any, rests: Any | None = None) -> tuple[
         sums = xp.flip(running_sum(xp, xp.flip(wide[0] if rests is None else wide[0] + wide[1], axis=-1)), axis=-1)
         rounded = astype(xp, sums, numbers.dtype)
         return rounded, astype(xp, sums - rounded, numbers.dtype)
-    rests = xp.zeros_like(numbers) if rests is None else rests
+    pair = numbers, xp.zeros_like(numbers) if rests is None else rests
+    if (scan := associative_scan(xp)) is not None:
+        return scan(_pair_sum, pair)
     step, length = 1, numbers.shape[-1]
     while step < length:  # after each pass, an element has the sum of twice as many
-        later = [joined(xp, x[..., step:], xp.zeros_like(x[..., :step])) for x in (numbers, rests)]
-        total, rest = exact_sum(numbers, later[0])
-        rest = rest + (rests + later[1])
-        numbers = total + rest
-        rests = rest - (numbers - total)
-        numbers, rests = unfused(xp, numbers, rests)
+        pair = _pair_sum(pair, tuple(joined(xp, x[..., step:], xp.zeros_like(x[..., :step])) for x in pair))
         step *= 2
-    return numbers, rests
+    return pair
+
+
+def _pair_sum(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the sum of two numbers, each a rounded one and a rest."""
+    total, rest = exact_sum(one[0], other[0])
+    rest = rest + (one[1] + other[1])
+    rounded = total + rest
+    return rounded, rest - (rounded - total)
 
 
 def _beyond(xp: Namespace, sums: Any) -> Any:

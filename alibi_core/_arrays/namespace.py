@@ -378,9 +378,15 @@ def extended(xp: Namespace, array: Any, missing: int) -> Any:
     return xp.concat([array, xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))], axis=-1)
 
 
-def unfused(xp: Namespace, *arrays: Any) -> Sequence[Any]:
-    """Return arrays that JAX's compiler computes once, not again at each use: twenty uses in a row take it minutes."""
-    return sys.modules["jax"].lax.optimization_barrier(arrays) if _is_jax(xp) else arrays
+def associative_scan(xp: Namespace) -> Callable[..., Any] | None:
+    """Return JAX's scan from the last element of the last axis; None for other libraries.
+
+    JAX's compiler computes steps of a scan in the standard's operations again at each use, twice as often each step.
+    """
+    if not _is_jax(xp):
+        return None
+    scan = sys.modules["jax"].lax.associative_scan
+    return lambda add, arrays: scan(add, arrays, reverse=True, axis=arrays[0].ndim - 1)
 
 
 def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:
