@@ -82,6 +82,8 @@ class AttentionCall:
     device: Device | None
     slopes: Any = field(metadata={"axes": ("heads",)})  # [num_heads] or [*batch, num_heads], working_dtype
     future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # shaped as slopes; None means slopes
+    # [*batch, num_heads, kv_len], working_dtype; 0 for masked tokens, -inf for closed gates
+    log_gates: Any | None = field(metadata={"axes": ("heads", "keys")})
     is_causal: bool
     q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
     q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
@@ -94,8 +96,6 @@ class AttentionCall:
     shares_ids: bool = False  # whether a query always has the segment id of the key at its own position
     # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
     added_key_bias: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
-    # [num_heads, kv_len] or [*batch, num_heads, kv_len], working_dtype; 0 for masked tokens, -inf for closed gates
-    log_gates: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
     # Explicit positions, in place of an offset: [..., q_len, dims] and [..., kv_len, dims].
     q_points: Any | None = field(default=None, metadata={"axes": ("queries", "dims")})
     kv_points: Any | None = field(default=None, metadata={"axes": ("keys", "dims")})
@@ -239,6 +239,7 @@ class AttentionCall:
             device=device,
             slopes=placed[0],
             future_slopes=placed[1],
+            log_gates=log_gates,
             is_causal=bool(is_causal),
             q_offset=offset,
             q_segment_ids=q_segment_ids,
@@ -248,7 +249,6 @@ class AttentionCall:
             # float() keeps float64 where torch.jit.trace makes a tensor of the size.
             scale=float(sizes["head_dim"]) ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
             tolerance=tolerance,
-            log_gates=log_gates,
             q_points=q_points,
             kv_points=kv_points,
             shares_points=q_positions is not None and q_positions is kv_positions,

@@ -7,7 +7,7 @@ digits of near keys, so every sum here has only terms of one sign: no sum is sub
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from alibi_core._arrays import (
     Array,
@@ -114,6 +114,33 @@ def sees_through(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     return along_axis(xp, count, origins, -1)[..., :, None] == count[..., None, :]
 
 
+class GateTotals(NamedTuple):
+    """The gates after each key, ``[..., num_heads, kv_len]``: their sum, a number and its rest, and closed ones before.
+
+    A difference of two sums is precise as a term of a score, but not to its last digit.
+    """
+
+    sums: Any
+    rests: Any
+    closed: Any
+
+    @classmethod
+    def of(cls, xp: Namespace, log_gates: Any) -> GateTotals:
+        sums, rests = (_beyond(xp, x) for x in suffix_sums(xp, _finite(xp, log_gates)))
+        return cls(sums, rests, running_sum(xp, astype(xp, log_gates == -math.inf, xp.int32)))
+
+    def bounds(self, xp: Namespace, origins: Any, keys: Any) -> Any:
+        """Return upper bounds of the sums from these keys, ``[n]``, to origins: ``[..., num_heads, rows, n]``.
+
+        Keys behind a closed gate have -inf, keys after an origin a number above 0.
+        """
+        of_keys, of_origins = ([along_axis(xp, x, at, -1) for x in self] for at in (keys, origins))
+        sums, rests, closed = (x[..., None, :] - y[..., :, None] for x, y in zip(of_keys, of_origins, strict=True))
+        # Each of the additions may round by 2**-53, or by less than 2**-46 in all where sums are float32.
+        margin = xp.max(xp.abs(self.sums), axis=-1)[..., None, None] * ((self.sums.shape[-1] + 16) * 2.0**-50)
+        return xp.where(closed >= 0, (sums + rests) * (1 - 2.0**-20) + margin, -math.inf)
+
+
 def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     """Return the sums of the gates after each key up to a row's origin, ``[..., num_heads, rows, kv_len]``.
 
@@ -124,7 +151,7 @@ def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     gates of the origin's block. Each is a number and a rest until the last addition, so only three roundings are left.
     """
     lead, kv_len, device, rows = log_gates.shape[:-1], log_gates.shape[-1], device_of(xp, log_gates), origins.shape[-1]
-    gates = xp.where(log_gates == -math.inf, 0.0, at_least(xp, log_gates, LOWEST))
+    gates = _finite(xp, log_gates)
     # About as many blocks as keys in a block; one block where sizes are symbols, which no loop can count.
     block = kv_len if is_exporting() else 2 ** (((kv_len - 1).bit_length() + 1) // 2)
     count = 1 if is_exporting() else -(-kv_len // block)
@@ -160,6 +187,11 @@ def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     return xp.reshape(sums, (*lead, rows, count * block))[..., :kv_len]
 
 
+def _finite(xp: Namespace, log_gates: Any) -> Any:
+    """Return gates of which closed ones, which are counted apart, are 0."""
+    return xp.where(log_gates == -math.inf, 0.0, at_least(xp, log_gates, LOWEST))
+
+
 def suffix_sums(xp: Namespace, numbers: Any, rests: Any | None = None) -> tuple[Any, Any]:
     """Return the sums from each element to the last one, along the last axis: rounded sums, and their rests.
 
@@ -172,7 +204,8 @@ def suffix_sums(xp: Namespace, numbers: Any, rests: Any | None = None) -> tuple[
         return rounded, astype(xp, sums - rounded, numbers.dtype)
     pair = numbers, xp.zeros_like(numbers) if rests is None else rests
     if (scan := associative_scan(xp)) is not None:
-        return scan(_pair_sum, pair)
+        found: tuple[Any, Any] = scan(_pair_sum, pair)
+        return found
     step, length = 1, numbers.shape[-1]
     while step < length:  # after each pass, an element has the sum of twice as many
         pair = _pair_sum(pair, tuple(joined(xp, x[..., step:], xp.zeros_like(x[..., :step])) for x in pair))

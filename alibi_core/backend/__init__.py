@@ -24,4 +24,7 @@ from alibi_core._distance import penalty as penalty
 from alibi_core._distance import penalty_beyond as penalty_beyond
 from alibi_core._distance import relative_points as relative_points
 from alibi_core._distance import relative_position as relative_position
+from alibi_core._gates import GateTotals as GateTotals
+from alibi_core._gates import gate_sums as gate_sums
+from alibi_core._gates import suffix_sums as suffix_sums
 from alibi_core._horizon import Explanation as Explanation

@@ -233,7 +233,7 @@ class Attention:
             "key": by_score.map(_transposed).times(self.query).map(self._per_kv_head).scaled(self.scale),
             "value": self._weight_terms.map(_transposed).times(cotangent).map(self._per_kv_head),
             "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
-            "log_gates": by_score.map(lambda x: np.cumsum(x.sum(axis=-2), axis=-1) - x.sum(axis=-2)),
+            "log_gates": by_score.map(lambda x: _sums_before(x.sum(axis=-2))),
         }
         by_row = 6.1 * self.share * np.where(self._visible, abs(d_weights), 0).max(axis=-1, initial=0)
         by_key = (by_row[..., None] * np.abs(self.query)).sum(axis=2, keepdims=True)
@@ -251,6 +251,11 @@ class Attention:
         # [batch, kv_heads, group, ...]
         by_group = x.reshape(x.shape[0], x.shape[1] // self.group, self.group, *x.shape[2:])
         return np.asarray(by_group.sum(axis=2))
+
+
+def _sums_before(x: Values) -> Values:
+    """Return the sums of the elements before each, along the last axis."""
+    return np.concatenate([np.zeros_like(x[..., :1]), np.cumsum(x, axis=-1)[..., :-1]], axis=-1)
 
 
 def _transposed(x: Values) -> Values:

@@ -273,11 +273,12 @@ def exact(p: Problem) -> dict[str, Answer]:
             )
         )
         forgotten, visible = np.where(visible, sums, 0), visible & (closed == 0)
+    beyond = penalty if p.gates is None else penalty - origin  # far from all keys, sums of gates would lose digits
     added = of_entries(given.get("added_bias", 0.0), *p.scores[-3:])
     visible &= np.isfinite(added)
 
     # Softmax ignores what the keys of a row have in common: the bias counts from the highest.
-    full = np.where(np.isfinite(added), added, 0) - np.where(ahead > 0, future, slopes) * penalty + forgotten
+    full = np.where(np.isfinite(added), added, 0) - np.where(ahead > 0, future, slopes) * beyond + forgotten
     full = np.where(visible, full, 0)
     highest = np.where(visible, full, -np.inf).max(-1, keepdims=True, initial=-np.inf)
     highest = np.where(highest > -np.inf, highest, 0)
