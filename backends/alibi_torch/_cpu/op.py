@@ -381,14 +381,14 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             return (None,) * len(needed)
         is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        arguments = grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes
+        arguments = grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes  # saved tensors may be unpacked once alone
         if is_recorded:  # create_graph=True
             found = _Gradients.apply(*arguments)
         elif is_watched(*arguments[:4]):
             found = _attend_backward(*arguments)
         else:
             found = _backward_here(*arguments, plans=ctx.plans)
-        found = _by_input(found, ctx.saved_tensors[7] is not None)
+        found = _by_input(found, Packed(*arguments[6:-1]).log_gates is not None)
         wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
         # Masks, norms and numbers have no gradients.
         return *wanted, *(None,) * (len(needed) - len(wanted))

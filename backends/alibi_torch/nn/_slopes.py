@@ -67,7 +67,8 @@ class KeepsSlopes(nn.Module):
         fixed = [(module, name, x) for module, name, x in stored if name in NAMES[:2] and (is_empty or x.is_meta)]
         unfilled = {id(x): (module, name) for module, name, x in fixed}
         # A list of gradients would prevent torch.utils.swap_tensors, by which DTensors are cast.
-        gate = [] if "forget_proj" not in self._modules else self.forget_proj.parameters()
+        proj: Any = getattr(self, "forget_proj", None)
+        gate = [] if proj is None else proj.parameters()
         uncast = {id(y) for x in (*(x for _, _, x in stored), *gate) for y in (x, x.grad) if y is not None}
 
         def moved(tensor: Tensor) -> Tensor:
