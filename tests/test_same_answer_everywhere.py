@@ -256,7 +256,7 @@ DIFFERENTIATED = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 # --- The properties ---------------------------------------------------------------------------------------------------
 
-WITHOUT_GATES = ("alibi_jax", "alibi_mlx")  # backends whose attention does not have the argument yet
+WITHOUT_GATES = ("alibi_mlx",)  # backends whose attention does not have the argument yet
 SIBLINGS = 8  # values for each compiled program
 FOUND = (
     # A sum's gradients alone: with one number repeated as cotangent, XLA's compiler makes other programs.
@@ -279,6 +279,8 @@ FOUND = (
     Problem((31, 31), gates="strong", mask="bhqk", wrt=("key", "log_gates"), tiling=Tiling((4, 4))),
     Problem((11, 5), gates="mild", slopes="default", q_offset="per entry", wrt=("log_gates",)),
     Problem((17, 300), (2,), (1, 2), gates="closed sometimes", mask="bk", window_size=40, wrt=("query", "log_gates")),
+    # Several blocks of keys, the last of which begins with keys of the one before, and rows that some of them are past.
+    Problem((300, 500), (2,), (1, 2), gates="mild", mask="bk", q_offset="array", wrt=("query", "log_gates"), luck=0),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),
