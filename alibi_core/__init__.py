@@ -7,6 +7,7 @@ and array-api-compat alone and works on the arrays of any library that follows t
 from alibi_core._attention import attention
 from alibi_core._bias import bias, bias_from_positions, key_bias
 from alibi_core._fold import fold, fold_error_bound, fold_size
+from alibi_core._gates import bias_from_gates
 from alibi_core._horizon import horizon
 from alibi_core._slopes import slopes
 
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "attention",
     "bias",
+    "bias_from_gates",
     "bias_from_positions",
     "fold",
     "fold_error_bound",

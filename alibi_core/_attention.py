@@ -18,6 +18,7 @@ def attention(
     *,
     is_causal: bool = True,
     future_slopes: Array | None = None,
+    log_gates: Array | None = None,
     q_offset: int | Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
     window_size: int | None = None,
@@ -45,6 +46,11 @@ def attention(
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, in a shape that ``slopes`` may
             have. Default ``slopes`` (symmetric); zeros give the clamped form.
+        log_gates: ``[..., num_heads, kv_len]``, logarithms of forget gates, at most 0, -inf for a gate that closes: the
+            score of an earlier key is lowered by the gates of all tokens after it, up to the query (see
+            :func:`alibi_core.bias_from_gates`). Then ``slopes`` default to zeros, and the other arguments must be those
+            of causal attention along the row, with the linear law. Gates of tokens that ``mask``, as a mask of keys,
+            hides count as 0; so do those of a segment's first tokens, as nobody looks across them.
         q_offset: Position of the first query, in tokens: an int, or an array of any integer dtype, ``[]`` or one value
             for each batch entry. The first key has position 0. Default ``kv_len - q_len``, which aligns the last query
             with the last key.
@@ -100,6 +106,7 @@ def attention(
         slopes,
         is_causal=is_causal,
         future_slopes=future_slopes,
+        log_gates=log_gates,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,

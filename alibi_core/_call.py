@@ -15,6 +15,7 @@ from alibi_core._arrays import (
     Namespace,
     adopted,
     arange,
+    asarray,
     astype,
     checks,
     constant,
@@ -29,6 +30,7 @@ from alibi_core._arrays import (
 )
 from alibi_core._bias import linear_bias, place_slopes, reach_of, with_head_axis, working_dtype
 from alibi_core._distance import DISTANCES, LAWS, check_order, difference, may_have_nan, points_of_call, relative_points
+from alibi_core._gates import checked_gates, gate_sums, sees_through, within
 from alibi_core._mask import boolean_mask, with_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -49,6 +51,8 @@ class BiasTerms(NamedTuple):
     visible: Any | None  # None: every query sees every key
     attends: Any | None  # whether a query sees a key; None if all do
     reach: Any  # the bias of slopes of 1
+    # with gates, the key from which each query counts them: [q_len] or [..., num_heads or 1, q_len]
+    origins: Any | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class AttentionCall:
     device: Device | None
     slopes: Any = field(metadata={"axes": ("heads",)})  # [num_heads] or [*batch, num_heads], working_dtype
     future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # shaped as slopes; None means slopes
+    # [*batch, num_heads, kv_len], working_dtype; 0 for masked tokens, -inf for closed gates
+    log_gates: Any | None = field(metadata={"axes": ("heads", "keys")})
     is_causal: bool
     q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
     q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
@@ -113,6 +119,7 @@ class AttentionCall:
         *,
         is_causal: bool = True,
         future_slopes: Array | None = None,
+        log_gates: Array | None = None,
         q_offset: int | Array | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
         window_size: int | None = None,
@@ -151,6 +158,7 @@ class AttentionCall:
             {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
             | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
             | {"added_bias": added_bias, "positions": q_positions, "positions of keys": kv_positions}
+            | {"log_gates": log_gates}
         )
         xp = namespace_of(*arrays.values(), xp=xp, names=tuple(arrays))
         sizes = _tensor_sizes(xp, query, key, value, layout)
@@ -159,10 +167,11 @@ class AttentionCall:
         slopes, future_slopes = (adopted(xp, x, device) for x in (slopes, future_slopes))
         rules = {"q_offset": q_offset, "mask": mask, "added_bias": added_bias, "segment_ids": q_ids}
         rules |= {"segment_ids of keys": kv_ids, "positions": q_positions, "positions of keys": kv_positions}
+        rules |= {"log_gates": log_gates}
         made = {id(x): constant(xp, name, x, device) for name, x in rules.items() if is_constant(x, query)}
         if made:  # by id: one array stays one
             found = (made.get(id(x), x) for x in rules.values())
-            q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions = found
+            q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions, log_gates = found
         working = working_dtype(xp, dtype)
         if tolerance is None:
             tolerance = UNIT_ROUNDOFF[str(floating_name(dtype))]
@@ -171,7 +180,11 @@ class AttentionCall:
             tolerance = 0.0  # horizons know neither
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative_slopes)
-        pair = {"slopes": int(sizes["num_heads"]) if slopes is None else slopes, "future_slopes": future_slopes}
+        if slopes is None:
+            slopes = int(sizes["num_heads"])
+            if log_gates is not None:  # gates are in place of ALiBi, unless slopes are given too
+                slopes = asarray(xp, [0.0] * slopes, working, device)
+        pair = {"slopes": slopes, "future_slopes": future_slopes}
         for name, given in pair.items():  # int(): sizes are tensors in torch.jit.trace
             if checks.is_int(given):
                 checks.slopes_of_all_heads(name, given, sizes["num_heads"], divided_along(xp, query))
@@ -199,6 +212,15 @@ class AttentionCall:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
             mask = boolean_mask(xp, mask, *_score_axes(sizes))
+        if log_gates is not None:
+            excluded = {
+                "is_causal=False": not is_causal,
+                "positions": positions is not None,
+                f"law {law!r}": law != "linear",
+            }
+            for rule in (rule for rule, is_given in excluded.items() if is_given):
+                raise ValueError(f"log_gates must be None with {rule}: gates count from token to token of the past")
+            log_gates = _log_gates(xp, log_gates, sizes, layout, working, mask)
         if added_bias is not None:
             if is_kind(xp, added_bias.dtype, "bool"):
                 raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
@@ -217,6 +239,7 @@ class AttentionCall:
             device=device,
             slopes=placed[0],
             future_slopes=placed[1],
+            log_gates=log_gates,
             is_causal=bool(is_causal),
             q_offset=offset,
             q_segment_ids=q_segment_ids,
@@ -259,8 +282,8 @@ class AttentionCall:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the bias is linear in ``|i - j|``: no positions of the caller's own, and the linear law."""
-        return self.q_points is None and self.law == "linear"
+        """Whether the bias is linear in ``|i - j|``: neither positions of the caller's own, other laws nor gates."""
+        return self.q_points is None and self.law == "linear" and self.log_gates is None
 
     @property
     def is_empty(self) -> bool:
@@ -310,7 +333,8 @@ class AttentionCall:
 
         Slices need ``start`` and ``stop``; heads must be whole groups, or heads of one group. Slopes, masks and
         positions are sliced, so :meth:`bias` of the tile is a tile of this call's bias, except for a constant along
-        each row where distances are counted from the nearest key of the tile.
+        each row where distances are counted from the nearest key of the tile. Gates count up to the tile's last key: a
+        closed gate behind it is not seen.
         """
         given, sizes = (batch, heads, queries, keys), (self.batch[0], self.num_heads, self.q_len, self.kv_len)
         batch, heads, queries, keys = (slice(0, n) if x is None else x for x, n in zip(given, sizes, strict=True))
@@ -373,8 +397,15 @@ class AttentionCall:
             rules.append(with_head_axis(self.q_segment_ids[..., :, None] == self.kv_segment_ids[..., None, :]))
         if self.mask is not None:
             rules.append(self.mask)
+        if self.log_gates is not None and not self.is_empty:
+            rules.append(sees_through(self.xp, self.log_gates, self._key_near(0)))
         # Not `&`: under mx.vmap its result has the shape of the first operand, not the broadcast shape.
         return functools.reduce(self.xp.logical_and, rules) if rules else None
+
+    def _key_near(self, distance: Any) -> Any:
+        """Return the key at a distance before each query: ``[q_len]`` or ``[..., num_heads or 1, q_len]``."""
+        queries = self.positions()[0]
+        return within(self.xp, (queries if queries.ndim == 1 else queries[..., None, :]) - distance, self.kv_len)
 
     def _distance_rules(self, relative: Any) -> list[Any]:
         """Return the masks by direction and by window, as a list of up to two."""
@@ -390,14 +421,18 @@ class AttentionCall:
 
         Returns:
             bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, plus
-                ``added_key_bias`` and ``added_bias``, plus a constant a row that keeps numbers small. -inf where
-                masked, but 0 along a fully masked row.
+                sums of gates, ``added_key_bias`` and ``added_bias``, plus a constant a row that keeps numbers small.
+                -inf where masked, but 0 along a fully masked row.
             attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for fully masked rows, whose
                 result must be replaced by zeros; None if there are none, or no scores.
         """
         terms = self.bias_terms() if terms is None else terms
         bias = self._linear_bias(terms.relative, terms.visible, reach=terms.reach, out=out)
-        if terms.attends is None or (self.added_key_bias is None and self.added_bias is None):
+        if self.log_gates is not None:
+            # Without origins there are no elements, but the bias stays connected to the gates.
+            is_empty, gates = terms.origins is None, self.log_gates
+            bias = bias + (gates[..., None, :] if is_empty else gate_sums(self.xp, gates, terms.origins))
+        if terms.attends is None or all(x is None for x in (self.log_gates, self.added_key_bias, self.added_bias)):
             return bias, terms.attends
         return self.xp.where(terms.attends, bias, 0.0), terms.attends
 
@@ -417,11 +452,16 @@ class AttentionCall:
                 nearest = self._origin(relative, visible)
             visible = xp.logical_or(visible, xp.logical_not(attends))
             nearest = None if nearest is None else xp.where(attends, nearest, 0)
+        origins = None
+        if self.log_gates is not None and nearest is not None and not self.is_empty:
+            # The nearest visible key, as for distances: [..., q_len, 1] becomes [..., q_len].
+            origins = self._key_near(nearest[..., 0])
         is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
         rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law, "rest": rest}
         reach = reach_of(xp, relative, nearest, self.slopes.dtype, **rules)
         # In a fully masked row all keys become visible, at distance 0: the bias is 0.
-        return BiasTerms(relative, visible, attends, reach if attends is None else xp.where(attends, reach, 0.0))
+        reach = reach if attends is None else xp.where(attends, reach, 0.0)
+        return BiasTerms(relative, visible, attends, reach, origins)
 
     @functools.cached_property
     def bias_by_distance(self) -> Any:
@@ -631,6 +671,24 @@ def _slopes(
         checks.slopes_shape(name, slopes, sizes["num_heads"], sizes["batch"], _axes(layout))
         checks.slopes_values(name, slopes, allow_negative=allow_negative, working=dtype)
     return place_slopes(xp, slopes, dtype, device)
+
+
+def _log_gates(
+    xp: Namespace, gates: Any, sizes: dict[str, Any], layout: tuple[str, str, str], dtype: DType, mask: Any | None
+) -> Any:
+    """Check gates, ``[*batch, num_heads, kv_len]`` or ``[*batch, kv_len, num_heads]``; return them heads-first."""
+    axes = {"heads": sizes["num_heads"], "length": sizes["kv_len"]}
+    shape = (*sizes["batch"], *(axes[axis] for axis in layout if axis in axes))
+    if tuple(checks.floating_array(xp, "log_gates", gates).shape) != shape:
+        names = {"heads": "num_heads", "length": "kv_len"}
+        listed = ", ".join([*_batch_axes(sizes["batch"]), *(names[axis] for axis in layout if axis in names)])
+        raise ValueError(f"log_gates must have shape {shape} ({listed}), got {tuple(gates.shape)}")
+    gates = checked_gates(xp, astype(xp, gates, dtype))
+    gates = gates if layout == HEADS_FIRST else xp.matrix_transpose(gates)
+    if mask is None or (mask.ndim > 1 and mask.shape[-2] != 1):
+        return gates
+    # A mask of keys tells which tokens are none: their gates count for nobody.
+    return xp.where(mask if mask.ndim == 1 else mask[..., 0, :], gates, 0.0)
 
 
 def _segment_ids(xp: Namespace, pair: tuple[Any, Any], sizes: dict[str, Any]) -> tuple[Any, Any]:

@@ -199,7 +199,7 @@ def relative_points(
     # One dimension at a time: no array [q_len, kv_len, dims] is allocated.
     pairs = [(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(dims)]
     if with_rest and not is_wide and (dims == 1 or distance != "euclidean"):
-        steps = [_exact_sum(*_addends(*pair)) for pair in pairs]
+        steps = [exact_sum(*_addends(*pair)) for pair in pairs]
         sizes = [(xp.abs(step), xp.where(step < 0, -lost, lost)) for step, lost in steps]
         size, rest = functools.reduce(functools.partial(_combined, xp, distance), sizes)
         relative = steps[0][0] if dims == 1 else 0 - size
@@ -213,7 +213,7 @@ def relative_points(
     return relative, rest
 
 
-def _exact_sum(one: Any, other: Any) -> tuple[Any, Any]:
+def exact_sum(one: Any, other: Any) -> tuple[Any, Any]:
     """Return the rounded sum of two floating arrays, and the rest (Knuth's TwoSum)."""
     total = one + other
     part = total - one
@@ -223,7 +223,7 @@ def _exact_sum(one: Any, other: Any) -> tuple[Any, Any]:
 def _combined(xp: Namespace, distance: str, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return the sum, or for ``"chebyshev"`` the maximum, of two numbers that are pairs of a rounded one and a rest."""
     if distance == "manhattan":
-        total, rest = _exact_sum(one[0], other[0])
+        total, rest = exact_sum(one[0], other[0])
         return total, rest + one[1] + other[1]
     is_first = xp.logical_or(one[0] > other[0], xp.logical_and(one[0] == other[0], one[1] > other[1]))
     return xp.maximum(one[0], other[0]), xp.where(is_first, one[1], other[1])

@@ -45,7 +45,10 @@ LIBRARIES = {
     # float64 on the CPU alone
     "mlx.core": Library("MLX", ("float32", "bfloat16", "float16"), "mx.compile", "mx.vmap"),
 }
-CORE = ("slopes", "bias", "bias_from_positions", "key_bias", "attention", "horizon", "fold", "fold_error_bound")
+CORE = (
+    *("slopes", "bias", "bias_from_positions", "bias_from_gates", "key_bias", "attention", "horizon", "fold"),
+    "fold_error_bound",
+)
 OF_BACKENDS = ("attention of a backend", "explain")
 EAGER_ONLY = ("explain",)  # reads the values of its arrays on the host
 

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.conformance.testing import COTANGENTS, DATA, assert_within_budget
 from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Backend, Framework, param
-from tests.support.problems import ON_LINE, POINTS, SEGMENTS, TENSORS, Problem, canonical_slopes, exact, pair
+from tests.support.problems import AS_SLOPES, GATES, ON_LINE, POINTS, SEGMENTS, TENSORS, Problem
+from tests.support.problems import canonical_slopes, exact, pair
 from tests.support.tiles import TILINGS, Tiling
 
 LIBRARIES = {x.name: x for x in (NUMPY, TORCH, JAX, MLX)}
@@ -84,11 +85,16 @@ def problems(draw: st.DrawFn) -> Problem:
         offsets = (-3, 0, 4, 13, "array", "per entry")
         far = (10**6, 2**30 + 77, -(10**6), 2**31 - 10_000, "far per entry")
         found |= {"q_offset": maybe(offsets + far), "window_size": maybe((0, 1, 4, 2**31, 2**70))}
+    is_gated = found["is_causal"] and points is None and found["law"] == "linear"
+    found["gates"] = maybe(sorted(GATES)) if is_gated else None
+    if found["gates"] and draw(st.booleans()):
+        found["slopes"] = "default"  # no ALiBi
     has_order = not found["is_causal"] and (points is None or points in ON_LINE)
     found["future"] = maybe(("shared", "per entry", "zero")) if has_order else None
     is_square = found["lengths"][0] == found["lengths"][1]
     found["segments"] = maybe([x for x in SEGMENTS if is_square or not x.startswith("one")])
     names = [*TENSORS, *["slopes"] * (found["slopes"] != "default"), *["future_slopes"] * (found["future"] is not None)]
+    names += ["log_gates"] * (found["gates"] is not None)
     found["wrt"] = tuple(x for x in names if draw(st.booleans())) if one_of((True, True, False)) else ()
     assume(is_square or not (points or "").startswith("one"))
     problem = Problem(**found)
@@ -140,7 +146,12 @@ def is_refused(backend: Backend, p: Problem) -> bool:
     """Whether a problem is more than an implementation offers."""
     if backend.module == "alibi_core" or backend.implementation == "dense":
         return False
-    return p.adds_bias or p.returns_weights or (backend.framework is MLX and p.dtype == "float64")
+    return (
+        p.adds_bias
+        or p.returns_weights
+        or (p.gates and backend.implementation == "sdpa")
+        or (backend.framework is MLX and p.dtype == "float64")
+    )
 
 
 def computed(backend: Backend, siblings: list[Problem], is_compiled: bool) -> list[dict[str, Any]]:
@@ -149,10 +160,16 @@ def computed(backend: Backend, siblings: list[Problem], is_compiled: bool) -> li
     differentiated = DIFFERENTIATED.get(framework.name)
     wrt = p.wrt if differentiated else ()
 
+    def laid(name: str, x: Any) -> Any:
+        """Swap an array's axes between heads-first and the backend's layout."""
+        if name == "log_gates":
+            return np.swapaxes(x, -2, -1) if backend.is_length_first else x
+        return x if "slopes" in name else backend.layout(x)
+
     def arrays_of(p: Problem) -> dict[str, Any]:
         of_slopes = "float64" if p.dtype == "float64" else "float32"
-        found = {n: framework.array(x, of_slopes) for n, x in p.arrays.items() if "slopes" in n}
-        tensors = {n: backend.layout(x) for n, x in p.arrays.items() if "slopes" not in n}
+        found = {n: framework.array(laid(n, x), of_slopes) for n, x in p.arrays.items() if n in AS_SLOPES}
+        tensors = {n: laid(n, x) for n, x in p.arrays.items() if n not in AS_SLOPES}
         found |= {n: framework.array(x, p.dtype) for n, x in tensors.items()}
         given = {n: framework.placed(x) for n, x in p.arguments.items() if isinstance(x, np.ndarray | tuple)}
         return found | {n: x for n, x in given.items() if n in taken}
@@ -177,7 +194,7 @@ def computed(backend: Backend, siblings: list[Problem], is_compiled: bool) -> li
         found = {"result": backend.layout(framework.numpy(result))}
         found |= {"weights": framework.numpy(weights)} if p.returns_weights else {}
         gradients = {name: framework.numpy(x) for name, x in gradients.items()}
-        answers.append(found | {n: x if "slopes" in n else backend.layout(x) for n, x in gradients.items()})
+        answers.append(found | {n: laid(n, x) for n, x in gradients.items()})
     return answers
 
 
@@ -244,6 +261,7 @@ DIFFERENTIATED = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 # --- The properties ---------------------------------------------------------------------------------------------------
 
+WITHOUT_GATES = ("alibi_mlx",)  # backends whose attention does not have the argument yet
 SIBLINGS = 8  # values for each compiled program
 FOUND = (
     # A sum's gradients alone: with one number repeated as cotangent, XLA's compiler makes other programs.
@@ -261,6 +279,12 @@ FOUND = (
     Problem((4, 0), (2, 0), wrt=("query", "key", "value", "slopes")),
     # One element of the result, compiled.
     Problem((17, 31), future="shared", is_causal=False, wrt=("query", "future_slopes"), loss="one element", luck=0),
+    # Gates: rows whose near keys are hidden, queries beyond the keys, and closed gates beside a mask of keys.
+    Problem((31, 31), gates="strong", mask="bhqk", wrt=("key", "log_gates"), tiling=Tiling((4, 4))),
+    Problem((11, 5), gates="mild", slopes="default", q_offset="per entry", wrt=("log_gates",)),
+    Problem((17, 300), (2,), (1, 2), gates="closed sometimes", mask="bk", window_size=40, wrt=("query", "log_gates")),
+    # Several blocks of keys, the last of which begins with keys of the one before, and rows that some of them are past.
+    Problem((300, 500), (2,), (1, 2), gates="mild", mask="bk", q_offset="array", wrt=("query", "log_gates"), luck=0),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),
@@ -311,10 +335,14 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
     siblings = [dataclasses.replace(problem, seed=problem.seed + i) for i in range(count)]
     answers = [exact(x) for x in siblings]
     for backend in backends(library):
+        if problem.gates and backend.module in WITHOUT_GATES:
+            continue
         if problem.dtype not in backend.framework.dtypes:
             continue
         if is_refused(backend, problem):
-            with pytest.raises(NotImplementedError, match=r"^implementation '\w+' .*; 'dense' can run this call"):
+            with pytest.raises(
+                NotImplementedError, match=r"^implementation '\w+' .*; ('tiled' and )?'dense' can run this call"
+            ):
                 computed(backend, [problem], is_compiled=False)
             backend = dataclasses.replace(backend, implementation=None)  # by default, one that can is chosen
         with problem.tiling.applied() if problem.tiling else contextlib.nullcontext():

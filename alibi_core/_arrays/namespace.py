@@ -330,11 +330,18 @@ def running_max(xp: Namespace, array: Any) -> Any:
 
 
 def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
-    """``xp.take_along_axis`` that broadcasts the other axes. All indices must be within the array."""
+    """``xp.take_along_axis`` that broadcasts the other axes; ``xp.take`` if ``index`` has one axis.
+
+    All indices must be within the array.
+    """
+    if index.ndim == 1 < array.ndim:
+        return xp.take(array, index if lacks_64_bits(xp) else astype(xp, index, xp.int64), axis=axis)  # as ndonnx asks
     if library_name(xp) == "torch":
         return xp.take_along_dim(array, index.long(), dim=axis)
     if _is_jax(xp):
         return xp.take_along_axis(array, index, axis=axis, mode="clip")  # the default mode tests each index
+    if _is_mlx(xp):
+        index = without_gradient(xp, index)  # MLX would differentiate indices that depend on differentiated arrays
     return xp.take_along_axis(array, index, axis=axis)
 
 
@@ -357,12 +364,38 @@ def _prefers_clamp(xp: Namespace, array: Any) -> bool:
     return library_name(xp) == "torch" and array.dtype in (xp.int32, xp.int64)
 
 
+def joined(xp: Namespace, one: Any, other: Any) -> Any:
+    """``xp.concat`` along the last axis; one chunk in Dask, which would divide the result of each further step."""
+    found = xp.concat([one, other], axis=-1)
+    return found.rechunk(-1) if library_name(xp) == "dask.array" else found
+
+
+def without_gradient(xp: Namespace, array: Any) -> Any:
+    """Return an array as a constant where gradients are taken."""
+    if _is_mlx(xp):
+        return xp.stop_gradient(array)
+    if _is_jax(xp):
+        return sys.modules["jax"].lax.stop_gradient(array)
+    return array.detach() if library_name(xp) == "torch" else array
+
+
 def extended(xp: Namespace, array: Any, missing: int) -> Any:
     """Return ``array`` padded along the last axis with ``missing`` copies of its last element."""
     length = array.shape[-1]
     if library_name(xp) == "torch":  # torch.compile fuses a gather with its consumers, but not a concatenation
         return xp.take(array, arange(xp, length + missing, array.device).clamp(max=length - 1), axis=-1)
     return xp.concat([array, xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))], axis=-1)
+
+
+def associative_scan(xp: Namespace) -> Callable[..., Any] | None:
+    """Return JAX's scan from the last element of the last axis; None for other libraries.
+
+    JAX's compiler computes steps of a scan in the standard's operations again at each use, twice as often each step.
+    """
+    if not _is_jax(xp):
+        return None
+    scan = sys.modules["jax"].lax.associative_scan
+    return lambda add, arrays: scan(add, arrays, reverse=True, axis=arrays[0].ndim - 1)
 
 
 def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:

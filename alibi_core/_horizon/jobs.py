@@ -74,8 +74,8 @@ def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
     # Above 1 if masks, ids, points or slopes differ between batch entries: then entries cannot all share one bias.
     by_token = call.mask, call.q_segment_ids, call.kv_segment_ids, call.q_points, call.kv_points
     varies = max(1 if x is None else x.shape[0] for x in by_token)
-    for slopes in (call.slopes, call.future_slopes):
-        varies = max(varies, 1 if slopes is None or slopes.ndim == 1 else slopes.shape[0])
+    for x, axes in ((call.slopes, 1), (call.future_slopes, 1), (call.log_gates, 2)):
+        varies = max(varies, 1 if x is None or x.ndim == axes else x.shape[0])
     rows = min(tiling.rows[1], call.q_len)
     # Halve tiles until the bias of one head is small enough.
     while rows > tiling.few and rows * call.kv_len > tiling.bias_elements:
@@ -217,6 +217,8 @@ def _rows(call: AttentionCall, width: int, tiling: Tiling) -> int:
 def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:
     """Return for each tile whether its bias is Toeplitz: no mask or segment boundary inside, and all keys exist."""
     lowest = starts + call.q_offset
+    if call.log_gates is not None:
+        return np.zeros_like(starts, dtype=bool)
     result: Ints = (lowest >= 0) & (lowest + counts <= call.kv_len)
     if call.q_segment_ids is not None and call.kv_segment_ids is not None:
         q_ids, kv_ids = (np.asarray(ids[0, ...]) for ids in (call.q_segment_ids, call.kv_segment_ids))

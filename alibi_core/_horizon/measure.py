@@ -95,6 +95,9 @@ class Measured:
         if call.added_key_bias is not None and call.kv_len > 0:  # it may raise any score and lower the anchor's score
             spread = xp.max(call.added_key_bias, axis=-1) - xp.min(call.added_key_bias, axis=-1)
             anchors = anchors - spread[..., None]
+        if call.log_gates is not None:
+            # Gates weigh on the nearest key, too, if that is not the query's own, or hide it: every key is needed.
+            anchors, needs_none = xp.where(nearest == 0, anchors, -math.inf), nearest != nearest
         # Differences of infinite bounds are NaN: use the anchor -inf, with which every key is needed.
         anchors = xp.where((bound < math.inf) & (xp.abs(anchors) < math.inf), anchors, -math.inf)
         # A query that sees no key gets excess -inf, and so needs none.
@@ -171,7 +174,9 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
     Returns:
         The bounds; None where they would not shorten horizons, or the earlier keys may be masked.
     """
-    if tiling.worthwhile is None or call.mask is not None or call.q_segment_ids is not None or call.q_len <= tiling.few:
+    if tiling.worthwhile is None or call.q_len <= tiling.few:
+        return None
+    if any(x is not None for x in (call.mask, call.q_segment_ids, call.log_gates)):
         return None
     # Read on the host: branches below depend on each slope.
     slopes = np.broadcast_to(on_host(call.xp, call.slopes), (1, call.num_heads))[0].tolist()

@@ -30,6 +30,7 @@ from alibi_core._arrays import (
 from alibi_core._bias import slopes_of_any_sign, with_head_axis
 from alibi_core._call import AttentionCall
 from alibi_core._distance import LAWS, distance_of_tail
+from alibi_core._gates import GateTotals, within
 
 ENDLESS = 2**30  # tokens; larger distances are clipped to this, so that position + distance fits int32
 
@@ -210,6 +211,9 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds) -> KeyRanges:
         past = _tokens(xp, reach(xp, slopes, bounds.excess, side))
         # By key block: drop leading blocks while their total weight stays within the tolerance.
         weight = _block_weights(call, bounds) - math.log(side)
+        if call.log_gates is not None:
+            totals = GateTotals.of(xp, call.log_gates)
+            weight = weight + totals.bounds(xp, within(xp, lowest, call.kv_len), kv_ends)
         # [..., q_blocks, kv_blocks]: distance to each block's nearest key
         behind = at_least(xp, lowest[..., :, None] - kv_ends, 0)
         first = _blocks_to_drop(xp, weight, slopes[..., None], behind, bounds.kv_block) * bounds.kv_block
@@ -230,13 +234,14 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds) -> KeyRanges:
     future = at_least(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
     if call.window_size is not None:
         # A window hides keys at distances above window_size.
-        within = min(call.window_size, checks.MAX_POSITION - 1) + 1
-        past, future = (at_most(xp, x, within) for x in (past, future))
+        shown = min(call.window_size, checks.MAX_POSITION - 1) + 1
+        past, future = (at_most(xp, x, shown) for x in (past, future))
     if call.q_segment_ids is not None:
         # Skip blocks whose ids cannot match.
         blocks = _blocks_of_segments(call, bounds)
         first = at_least(xp, first, blocks[0] * bounds.kv_block)
-        stop = at_most(xp, stop, blocks[1] * bounds.kv_block)
+        if call.log_gates is None:  # a gate up to the query may close, whatever its segment
+            stop = at_most(xp, stop, blocks[1] * bounds.kv_block)
     first = at_least(xp, first, at_least(xp, lowest, -ENDLESS) - past + 1)
     stop = at_least(xp, at_most(xp, stop, at_most(xp, highest, ENDLESS - 1) + future), 0)
     first = at_most(xp, first, stop)

@@ -20,7 +20,8 @@ class LayerShape:
     The projections map ``embed_dim`` to ``num_heads * head_dim`` (queries) and ``num_kv_heads * head_dim`` (keys,
     values) features, and back. In a safetensors file they are ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``
     and ``out_proj.weight``, each ``[out, in]``, with a ``.bias`` if ``bias=True``, and ``log_slopes`` ``[num_heads]``
-    if the slopes are learnable. Slopes here are Python floats rounded to float32, so casting a module does not change
+    if the slopes are learnable. A forget gate has ``forget_proj.weight`` and ``.bias``, always float32. Slopes here are
+    Python floats rounded to float32, so casting a module does not change
     them.
     """
 
@@ -48,6 +49,7 @@ class LayerShape:
         bias: bool = False,
         distance: str = "manhattan",
         law: str = "linear",
+        forget_gate: bool = False,
     ) -> LayerShape:
         """Check a layer's arguments and fill in its sizes and slopes."""
         embed_dim = checks.positive_int("embed_dim", embed_dim)
@@ -75,6 +77,13 @@ class LayerShape:
         checks.probability("dropout", dropout)
         checks.one_of("distance", distance, DISTANCES)
         checks.one_of("law", law, LAWS)
+        excluded = {"is_causal=False": not is_causal, f"law={law!r}": law != "linear"}
+        excluded["learnable_slopes=True"] = learnable_slopes and past is None
+        if checks.boolean("forget_gate", forget_gate):
+            for rule in (rule for rule, is_given in excluded.items() if is_given):
+                how = "; give the slopes to begin with" if "slopes" in rule else ""
+                raise ValueError(f"forget_gate must be False with {rule}, got True{how}")
+            past = (0.0,) * num_heads if past is None else past
         if past is None:
             past = tuple(np.asarray(slope_values(num_heads), np.float32).tolist())
         return cls(embed_dim, num_heads, num_kv_heads, head_dim, past, future)
@@ -205,17 +214,18 @@ class BaseAttention(Module):
         query, key, value = self._heads(x, source)
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": self.window_size}
         rules |= {"implementation": self.implementation, "law": self.law}
+        gates = {} if getattr(self, "forget_proj", None) is None else {"log_gates": self._log_gates(source)}
         longer = None
         if cache is None:
             slopes = self._current_slopes
             direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes, "q_offset": q_offset}
             direction |= {"positions": positions, "distance": self.distance}
-            attended = self._attention(query, key, value, slopes, **direction, **rules)
+            attended = self._attention(query, key, value, slopes, **direction, **rules, **gates)
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         else:
             counts = {} if lengths is None else {"lengths": lengths}
-            attended, longer = self._attend_to(cache, query, key, value, rules, counts)
+            attended, longer = self._attend_to(cache, query, key, value, rules, counts, *([gates] if gates else []))
         if not self._is_length_first:
             attended = attended.swapaxes(1, 2)  # [batch, length, num_heads, head_dim]
         output = self.out_proj(attended.reshape(*x.shape[:2], sizes.num_heads * sizes.head_dim))
@@ -228,6 +238,14 @@ class BaseAttention(Module):
         """The slopes in use, ``[num_heads]``, fixed or learned."""
         return self.slopes
 
+    def _log_gates(self, tokens: Any) -> Any:
+        """Return the gates of tokens, in float32, as attention takes them; the layer sets ``forget_proj``."""
+        xp = namespace_of(tokens)
+        logits = self.forget_proj(astype(xp, tokens, xp.float32))  # [batch, length, num_heads]
+        # log_sigmoid, whose gradient at 0 is 1/2 too
+        gates = 0 - xp.logaddexp(xp.zeros_like(logits), 0 - logits)
+        return gates if self._is_length_first else gates.swapaxes(1, 2)
+
     def _sizes_and_options(self) -> str:
         """Return the sizes, and the options that change the result, for ``print(layer)``."""
         names = ("embed_dim", "num_heads", "num_kv_heads")
@@ -236,6 +254,8 @@ class BaseAttention(Module):
             options["window_size"] = self.window_size
         if getattr(self, "log_slopes", None) is not None:
             options["learnable_slopes"] = True
+        if getattr(self, "forget_proj", None) is not None:
+            options["forget_gate"] = True
         return ", ".join(f"{name}={value}" for name, value in options.items())
 
     def _heads(self, x: Any, source: Any) -> Iterator[Any]:
@@ -257,15 +277,22 @@ class BaseAttention(Module):
             yield y if self._is_length_first else y.swapaxes(1, 2)
 
     def _attend_to(
-        self, cache: Any, query: Any, key: Any, value: Any, rules: dict[str, Any], counts: dict[str, Any]
+        self,
+        cache: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        rules: dict[str, Any],
+        counts: dict[str, Any],
+        gates: dict[str, Any] | None = None,
     ) -> tuple[Any, Any]:
         """Append tokens to a cache, and return attention to all its tokens, and None (in JAX, the updated cache).
 
-        ``counts`` holds the ``lengths`` of rows if they differ, else it is empty.
+        ``counts`` holds the ``lengths`` of rows if they differ, ``gates`` the ``log_gates`` of a layer that has them.
         """
         before = cache_lengths([cache])
         try:
-            cache.append(key, value, **counts)
+            cache.append(key, value, **counts, **(gates or {}))
             return cache.attend(query, self._current_slopes, **rules, **counts), None
         except Exception:
             truncate(before)  # a call that raises leaves the cache unchanged

@@ -16,7 +16,17 @@ POST_NORM_BLOCKS = ("post_norm", "double_post_norm")
 BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm", *POST_NORM_BLOCKS)
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 NORMS = ("layer_norm", "rms_norm")
-_SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "qk_norm", "norm_bias", "embedding_norm", "tied_head")
+_SWITCHES = (
+    "is_causal",
+    "bias",
+    "gated",
+    "feed_forward_bias",
+    "qk_norm",
+    "norm_bias",
+    "embedding_norm",
+    "tied_head",
+    "forget_gate",
+)
 
 
 def _check_slopes(name: str, slopes: Any) -> None:
@@ -84,6 +94,9 @@ class AlibiConfig:
         token_types: Number of token types of an encoder; 0 for none.
         future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
+        forget_gate: Whether each token decides how much of the tokens before it is forgotten: one linear map to a logit
+            a head, in float32, whose ``log_sigmoid`` are the ``log_gates`` of attention. Slopes are then 0, unless they
+            are given. Causal attention only.
         window_size, distance, law: As in :func:`alibi_core.attention`.
         implementation: As in the backend's ``attention``, which checks it: the name of an implementation.
         gradient_checkpointing: Whether training keeps only the inputs of blocks for the backward pass, which computes
@@ -127,6 +140,7 @@ class AlibiConfig:
     token_types: int = 0
     future_slopes: tuple[float, ...] | None = None
     learnable_slopes: bool = False
+    forget_gate: bool = False
     window_size: int | None = None
     distance: str = "manhattan"
     law: str = "linear"
@@ -191,11 +205,12 @@ class AlibiConfig:
     @property
     def attention_options(self) -> dict[str, Any]:
         """The arguments of every backend's ``AlibiAttention``, slopes as a NumPy array."""
-        arrays = {
+        arrays: dict[str, Any] = {
             name: None if values is None else np.asarray(values, np.float32)
             for name, values in (("slopes", self.slopes), ("future_slopes", self.future_slopes))
         }
         names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
+        arrays |= {"forget_gate": True} if self.forget_gate else {}
         return arrays | {name: getattr(self, name) for name in (*names, "dropout", "distance", "law", "implementation")}
 
 

@@ -208,7 +208,10 @@ class Attention:
         return Answer(value, scores * u * terms.by_score + by_size + tiny * (terms.tiny + 1) + moved)
 
     def gradients(self, cotangent: Values, distances: Values) -> dict[str, Answer]:
-        """Return the gradients of ``sum(output * cotangent)`` by query, key, value and slopes ``[batch, heads]``.
+        """Return the gradients of ``sum(output * cotangent)`` by tensors, slopes ``[batch, heads]`` and gates.
+
+        The gradient of a causal call by its gates, ``[batch, heads, kv_len]``, is the sum of the score gradients of all
+        earlier keys. Those of rows before the gate sum to 0, but for their rounding, which may thus be in it.
 
         If keys are left out, the weights w of a row change by 2 * share in total. The gradient of a score is
         w * (d - mean), where d is the gradient of the weight, and both d and the mean are at most D in size. Along a
@@ -230,6 +233,7 @@ class Attention:
             "key": by_score.map(_transposed).times(self.query).map(self._per_kv_head).scaled(self.scale),
             "value": self._weight_terms.map(_transposed).times(cotangent).map(self._per_kv_head),
             "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
+            "log_gates": by_score.map(lambda x: _sums_before(x.sum(axis=-2))),
         }
         by_row = 6.1 * self.share * np.where(self._visible, abs(d_weights), 0).max(axis=-1, initial=0)
         by_key = (by_row[..., None] * np.abs(self.query)).sum(axis=2, keepdims=True)
@@ -239,6 +243,7 @@ class Attention:
             "key": abs(self.scale) * self._per_kv_head(by_key),
             "value": self._per_kv_head(2.1 * self.share * np.abs(cotangent).sum(axis=2, keepdims=True)),
             "slopes": (by_row * np.abs(distances).max(axis=-1, initial=0)).sum(axis=-1),
+            "log_gates": by_row.sum(axis=-1, keepdims=True),
         }
         return {name: self._answer(name, x, moved[name]) for name, x in terms.items()}
 
@@ -246,6 +251,11 @@ class Attention:
         # [batch, kv_heads, group, ...]
         by_group = x.reshape(x.shape[0], x.shape[1] // self.group, self.group, *x.shape[2:])
         return np.asarray(by_group.sum(axis=2))
+
+
+def _sums_before(x: Values) -> Values:
+    """Return the sums of the elements before each, along the last axis."""
+    return np.concatenate([np.zeros_like(x[..., :1]), np.cumsum(x, axis=-1)[..., :-1]], axis=-1)
 
 
 def _transposed(x: Values) -> Values:

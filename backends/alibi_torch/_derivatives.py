@@ -13,7 +13,7 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall, dense_attention, no_gradient
 from alibi_torch._internals import has_tangent, in_transform
 
-RATES = ("slopes", "future_slopes")
+RATES = ("slopes", "future_slopes", "log_gates")
 
 
 def without_gradient(positions: Any) -> Any:
@@ -46,8 +46,9 @@ class _Constant(torch.autograd.Function):
 
 
 def dense_reference(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *rates: Tensor) -> Tensor:
-    """Return dense attention in the working dtype; ``rates`` (slopes, future slopes) replace those of the call."""
-    call = replace(call, dtype=call.working_dtype, **dict(zip(RATES, rates, strict=False)))
+    """Return dense attention in the working dtype; ``rates``, those of RATES that the call has, replace its own."""
+    names = [name for name in RATES if getattr(call, name) is not None]
+    call = replace(call, dtype=call.working_dtype, **dict(zip(names, rates, strict=False)))
     return dense_attention(call, query, key, value, softmax=partial(torch.softmax, dim=-1))
 
 

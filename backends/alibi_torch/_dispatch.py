@@ -37,11 +37,13 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
     device = query.device.type
     if name != "dense" and call.dense_only is not None:
         return call.dense_only
-    if name != "dense" and has_tangent(query, key, value, call.slopes, call.future_slopes):
+    if name != "dense" and has_tangent(query, key, value, *rates_of(call)):
         return "has no derivatives in forward mode"
     if name != "dense" and torch.compiler.is_compiling() and is_differentiated():
         return "cannot be differentiated by torch.func under a compiler"
-    if name == "tiled" and device not in ("cpu", "meta") and call.is_linear:
+    if call.log_gates is not None and name not in ("tiled", "dense"):
+        return "takes no log_gates"
+    if name == "tiled" and device not in ("cpu", "meta") and (call.is_linear or call.log_gates is not None):
         return f"runs on the CPU alone, got {device}"
     if name == "triton":
         return _refusal_of_triton(call, device)
@@ -51,7 +53,7 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return f"runs on cuda and cpu, got {device}"
     if call.dtype == torch.float64:
         return "must be given float32, float16 or bfloat16, got torch.float64"
-    if device == "cpu" and needs_gradients(query, key, value, call.slopes, call.future_slopes):
+    if device == "cpu" and needs_gradients(query, key, value, *rates_of(call)):
         return "has no gradients on a CPU"
     if not torch.compiler.is_compiling() and in_transform():
         return "cannot be mapped or differentiated by torch.func"
@@ -77,6 +79,11 @@ def _refusal_of_triton(call: AttentionCall, device: str) -> str | None:
     if call.mask is not None and call.mask.ndim > 1 and call.mask.shape[-2] != 1:
         return "takes masks of keys alone, equal for all queries"
     return None
+
+
+def rates_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
+    """Return the arrays of a call, besides its tensors, that may be differentiated."""
+    return call.slopes, call.future_slopes, call.log_gates
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:

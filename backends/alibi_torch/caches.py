@@ -19,7 +19,14 @@ from alibi_core.backend.caches import (
     check_span,
     over_keys,
 )
-from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
+from alibi_core.backend.checks import (
+    explains_keywords,
+    floating_array,
+    floating_dtype,
+    non_negative_int,
+    one_of,
+    positive_int,
+)
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import PLAIN, altered, checked, is_special, run
 from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, uses_norms
@@ -40,6 +47,7 @@ class KVCache:
     Attributes:
         keys: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
         values: ``[batch_size, num_kv_heads, max_length, head_dim]``, in use as ``keys``.
+        log_gates: ``[batch_size, num_heads, max_length]``, float32 or float64, of tokens that have forget gates.
         length: Number of cached tokens; of the longest row, if the lengths of rows differ.
         lengths: The length of each row, ``[batch_size]`` int64 on the CPU; None while all rows have equal lengths.
 
@@ -73,6 +81,7 @@ class KVCache:
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         statistics = torch.promote_types(self.keys.dtype, torch.float32)
         self._norms_by_block = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
+        self.log_gates: Tensor | None = None
         self._measured = 0  # the number of tokens whose norms are included
         self.length = 0
         self.lengths: Tensor | None = None
@@ -115,7 +124,9 @@ class KVCache:
         sizes = batch_size, num_kv_heads, head_dim
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
-    def append(self, key: Tensor, value: Tensor, *, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def append(
+        self, key: Tensor, value: Tensor, *, lengths: Tensor | None = None, log_gates: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new tokens and return those of all tokens so far.
 
         Args:
@@ -123,6 +134,7 @@ class KVCache:
             value: ``[batch_size, num_kv_heads, new, head_dim]``.
             lengths: ``[batch_size]`` integers: the number of new tokens in each row, for prompts of different lengths
                 with padding at the end. Later tokens follow them directly. Default: all ``new`` tokens.
+            log_gates: ``[batch_size, num_heads, new]``, of all tokens of a cache or of none; :meth:`attend` uses them.
 
         Returns:
             Views of the cache, ``[batch_size, num_kv_heads, length, head_dim]`` each. For gradients they are valid
@@ -138,14 +150,38 @@ class KVCache:
         key, value = self._cast(key), self._cast(value)
         _check_appended(key, value, self.keys)
         new = key.shape[2]
+        self._hold_gates(log_gates, new)
         if lengths is not None or self.lengths is not None:
-            self._append_by_row(key, value, lengths)
+            self._append_by_row(key, value, lengths, log_gates)
         else:
             check_room(new, self.max_length, self.length)
             self.keys.narrow(2, self.length, new).copy_(key)
             self.values.narrow(2, self.length, new).copy_(value)
+            if self.log_gates is not None:
+                self.log_gates.narrow(2, self.length, new).copy_(log_gates)
             self.length += new
         return self._held_tensors()
+
+    def _hold_gates(self, log_gates: Tensor | None, new: int) -> None:
+        """Check the gates of new tokens, and make room for them if they are the first."""
+        if self.length == 0:
+            self.log_gates = None
+        if log_gates is None is self.log_gates:
+            return
+        if log_gates is None or (self.log_gates is None and self.length > 0):
+            raise ValueError("log_gates must be given for all tokens of a cache, or for none, got both kinds of tokens")
+        batch_size, num_kv_heads, max_length, _ = self.keys.shape
+        given = tuple(floating_array(xp, "log_gates", log_gates).shape)
+        heads = given[1] if self.log_gates is None and len(given) == 3 else num_kv_heads
+        heads = heads if self.log_gates is None else self.log_gates.shape[1]
+        if given != (batch_size, heads, new) or heads % num_kv_heads:
+            raise ValueError(
+                f"log_gates must have shape ({batch_size}, num_heads, {new}), with a multiple of {num_kv_heads} heads, "
+                f"got {given}"
+            )
+        if self.log_gates is None:
+            dtype = self._norms_by_block.dtype
+            self.log_gates = log_gates.new_zeros((batch_size, heads, max_length), dtype=dtype)
 
     def _cast(self, tensor: Any) -> Any:
         """Return a tensor in the dtype of a cache that has autocast's, as autocast casts it for attention."""
@@ -179,7 +215,7 @@ class KVCache:
         return torch.from_numpy(offsets).to(self.keys.device)
 
     @_on_host
-    def _append_by_row(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
+    def _append_by_row(self, key: Tensor, value: Tensor, lengths: Tensor | None, log_gates: Tensor | None) -> None:
         counts = self._counts(lengths, key.shape[2])
         tokens = RowTokens.of(self._held(), counts)
         end = int(tokens.ends.max())
@@ -188,9 +224,11 @@ class KVCache:
             torch.from_numpy(x).to(key.device)
             for x in (tokens.rows, tokens.columns, tokens.slots, tokens.ends[:, None], counts[:, None])
         )
-        for held, given in ((self.keys, key), (self.values, value)):
+        for held, given in ((self.keys, key), (self.values, value), (self.log_gates, log_gates)):
+            if held is None or given is None:
+                continue
             held[:, :, self.length : end] = 0.0  # padding of shorter rows is read with weight 0, and 0 * NaN is NaN
-            held[rows, :, slots] = given[rows, :, columns]
+            held[rows, :, slots] = given[rows, :, columns].to(held.dtype)
         places = torch.arange(key.shape[2], device=key.device)
         # Padding has norm 0, which changes no maximum: [batch_size, num_kv_heads, new].
         norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
@@ -245,6 +283,7 @@ class KVCache:
         given = over_keys(lambda array: array[..., : self.length], mask, segment_ids)
         given |= {"window_size": window_size, "scale": scale}
         given |= {"tolerance": tolerance, "law": None if law == "linear" else law}
+        given["log_gates"] = None if self.log_gates is None else self.log_gates.narrow(2, 0, self.length)
         rules: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
         if lengths is not None or self.lengths is not None:
             rules["q_offset"] = self._offsets(lengths, query.shape[2])
@@ -330,6 +369,8 @@ class KVCache:
         indices = torch.where(indices < 0, indices + self.keys.shape[0], indices)
         self.keys, self.values = (x.index_select(0, indices) for x in (self.keys, self.values))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
+        if self.log_gates is not None:
+            self.log_gates = self.log_gates.index_select(0, indices)
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])
 

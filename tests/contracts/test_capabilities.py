@@ -25,6 +25,7 @@ SLOPES, FUTURE = np.float32([0.5, 0.25, 0.1, 0.01]), np.float32([0.0, 0.3, 0.707
 POINTS = RNG.integers(-5, 5, (7, 2)).astype(np.float32)
 IDS = np.asarray([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4, 4]])
 POSITIONS = np.asarray([0, 1, 0, 1, 2, 0, 1])
+GATES = np.where(RNG.random((4, 7)) < 0.2, -np.inf, -RNG.random((4, 7))).astype(np.float32)
 OFFSETS, MASK = np.asarray([2, -1]), RNG.random((2, 1, 3, 7)) < 0.5
 FAR: dict[str, Any] = {"is_causal": False, "q_offset": 1_000_000}
 
@@ -50,6 +51,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...], dict[str, Any
         (SLOPES, POINTS, POINTS),
         {"distance": "manhattan", "is_causal": False},
     ),
+    "bias_from_gates": (alibi_core.bias_from_gates, (GATES,), {}),
     "key_bias": (alibi_core.key_bias, (SLOPES, 7), {}),
     "horizon": (alibi_core.horizon, (SLOPES, np.float32([1.0, 2.0, 3.0, 4.0])), {}),
     "fold": (alibi_core.fold, (QUERY, KEY, SLOPES), {}),
@@ -61,6 +63,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...], dict[str, Any
         {"is_causal": False, "future_slopes": FUTURE, "window_size": 2},
     ),
     "attention by mask": (alibi_core.attention, (QUERY, KEY, VALUE), {"mask": MASK, "return_weights": True}),
+    "attention with gates": (
+        lambda *tensors: alibi_core.attention(*tensors[:3], log_gates=tensors[3]),
+        (QUERY, KEY, VALUE, np.stack([GATES, GATES[:, ::-1]])),
+        {},
+    ),
     "attention by segment": (alibi_core.attention, (KEY, KEY, VALUE), {"segment_ids": IDS}),
     "attention at offsets": (alibi_core.attention, (QUERY, KEY, VALUE), {"q_offset": OFFSETS}),
     "attention with a bias": (alibi_core.attention, (QUERY, KEY, VALUE), {"added_bias": QUERY[..., :1].repeat(7, -1)}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from typing import Any
 
@@ -9,9 +11,10 @@ import numpy as np
 import pytest
 
 import alibi_core
-from tests.support.frameworks import FRAMEWORKS, Framework
+from tests.support.frameworks import FRAMEWORKS, JAX, Framework
 
 INF = float("inf")
+RNG = np.random.default_rng(0)
 SLOPES = np.asarray([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 3.0], dtype=np.float32)
 
 
@@ -45,6 +48,10 @@ def test_key_bias_is_exact_to_float32_at_a_million_keys(framework: Framework) ->
 
 
 # --- Explicit positions ------------------------------------------------------------------------------------------
+
+
+import itertools
+import math
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

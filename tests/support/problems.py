@@ -17,6 +17,7 @@ from tests.support.tiles import Tiling
 TENSORS = ("query", "key", "value")
 SIGNED = ("int8", "int16", "int32", "int64")
 INTEGERS = (*SIGNED, *(f"u{x}" for x in SIGNED))
+AS_SLOPES = ("slopes", "future_slopes", "log_gates")  # arrays of the working dtype
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +32,7 @@ class Problem:
     data: str = "normal"  # or a name in DATA: outliers, sinks, ...
     slopes: str = "shared"  # "per entry"; "default"; "one negative"
     future: str | None = None  # as slopes, or "zero": slopes of keys after the query
+    gates: str | None = None  # a name in GATES
     is_causal: bool = True
     q_offset: int | str | None = None  # "array"; "per entry"; "far per entry"
     window_size: int | None = None
@@ -81,6 +83,9 @@ class Problem:
                 found[name] = values * (kind != "zero")
             if kind == "one negative":
                 found[name][-1] = -0.125
+        if self.gates is not None:
+            gates = GATES[self.gates](rng, (*self.batch, self.num_heads, kv_len))
+            found["log_gates"] = np.where(gates < 0, gates, 0).astype(np.float32).astype(np.float64)
         return found
 
     @functools.cached_property
@@ -206,6 +211,15 @@ POINTS = {
 ON_LINE = tuple(POINTS)[:7]
 
 
+# Logarithms of forget gates.
+GATES: dict[str, Callable[..., Any]] = {
+    "mild": lambda rng, shape: -0.1 * rng.random(shape),
+    "strong": lambda rng, shape: -5 * rng.random(shape) ** 4,
+    "none": lambda rng, shape: np.zeros(shape),
+    "closed sometimes": lambda rng, shape: np.where(rng.random(shape) < 0.1, -np.inf, -0.3 * rng.random(shape)),
+}
+
+
 # --- The exact answer -------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +247,7 @@ def exact(p: Problem) -> dict[str, Answer]:
 
     tensors = {name: p.arrays[name].reshape(entries, *p.arrays[name].shape[-3:]) for name in (*TENSORS, "cotangent")}
     default = np.float32(canonical_slopes(p.num_heads)) if p.dtype != "float64" else canonical_slopes(p.num_heads)
+    default = default if p.gates is None else np.zeros(p.num_heads)
     slopes = of_entries(p.arrays.get("slopes", default), p.num_heads)[..., None, None]
     future = slopes if p.future is None else of_entries(p.arrays["future_slopes"], p.num_heads)[..., None, None]
 
@@ -269,11 +284,28 @@ def exact(p: Problem) -> dict[str, Answer]:
         if axes[0] == "b":  # the axes of the batch come first; the axes that are missing follow
             mask = mask.reshape(*p.batch, *(1,) * (4 - len(axes)), *mask.shape[len(p.batch) :])
         visible &= of_entries(mask, *p.scores[-3:])
+    forgotten, is_token = 0.0, True
+    if p.gates is not None:
+        if p.mask is not None and mask.shape[-2:-1] in ((), (1,)):  # of keys: tokens that are none forget nothing
+            is_token = of_entries(mask[..., 0, :] if mask.ndim > 1 else mask, p.num_heads, kv_len)
+        gates = np.where(is_token, of_entries(p.arrays["log_gates"], p.num_heads, kv_len), 0)
+        # Differences of running sums, and of counts of closed gates. Who stands beside the keys stands at the next.
+        at = np.broadcast_to(np.clip(places, 0, max(kv_len - 1, 0)), (entries, p.num_heads, q_len, 1))[..., 0]
+        sums, closed = (
+            np.take_along_axis(x, at, -1)[..., None] - x[..., None, :] if 0 not in p.scores else np.zeros(visible.shape)
+            for x in (
+                np.cumsum(np.where(np.isinf(gates), 0, gates).astype(np.longdouble), -1),
+                np.cumsum(gates == -np.inf, -1),
+            )
+        )
+        forgotten, visible = np.where(visible, sums, 0), visible & (closed == 0)
+    beyond = penalty if p.gates is None else penalty - origin  # far from all keys, sums of gates would lose digits
     added = of_entries(given.get("added_bias", 0.0), *p.scores[-3:])
     visible &= np.isfinite(added)
 
     # Softmax ignores what the keys of a row have in common: the bias counts from the highest.
-    full = np.where(visible, np.where(np.isfinite(added), added, 0) - np.where(ahead > 0, future, slopes) * penalty, 0)
+    full = np.where(np.isfinite(added), added, 0) - np.where(ahead > 0, future, slopes) * beyond + forgotten
+    full = np.where(visible, full, 0)
     highest = np.where(visible, full, -np.inf).max(-1, keepdims=True, initial=-np.inf)
     highest = np.where(highest > -np.inf, highest, 0)
     bias = np.where(visible, full - highest, -np.inf).astype(np.float64)
@@ -298,8 +330,11 @@ def exact(p: Problem) -> dict[str, Answer]:
         is_shared = name in p.arrays and p.arrays[name].ndim == 1 and len(p.batch) > 0
         found |= gradients | {name: summed_over_batch(by_slopes) if is_shared else by_slopes}
 
+    if "log_gates" in found:
+        found["log_gates"] = Answer(found["log_gates"].value * is_token, found["log_gates"].budget)
+
     def as_given(name: str, x: Any) -> Any:
-        return x.reshape(p.arrays[name].shape if "slopes" in name else (*p.batch, *x.shape[-3:]))
+        return x.reshape(p.arrays[name].shape if name in AS_SLOPES else (*p.batch, *x.shape[-3:]))
 
     names = ("result", *(["weights"] if p.returns_weights else []), *p.wrt)
     return {name: Answer(as_given(name, found[name].value), as_given(name, found[name].budget)) for name in names}

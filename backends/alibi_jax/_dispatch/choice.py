@@ -59,6 +59,8 @@ def refusal(
         return None if name == "dense" else call.dense_only
     if name == "tiled":
         return None
+    if call.log_gates is not None:
+        return "takes no log_gates"
     if not call.is_linear:
         return "takes no positions and the linear law alone"
     if name == "cudnn":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, penalty
+from alibi_core.backend import AttentionCall, GateTotals, penalty
 from alibi_core.backend.horizon import Job
 
 
@@ -95,16 +95,66 @@ class DistanceRow:
         return self._dense(replace(part, mask=None, q_segment_ids=None, kv_segment_ids=None), job)
 
     def _dense(self, part: AttentionCall, job: Job) -> Bias:
-        bias, attends = part.bias()
-        # Add leading axes: [batch or 1, heads or 1, rows, kv_len].
-        bias, attends = (None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (bias, attends))
+        found = dense_bias(part)
+        bias = found.values
         if self.cutoff is not None:
             lowest = bias.amax(dim=-1, keepdim=True) + self.cutoff[job.heads, None, None]
             bias.masked_fill_(bias < lowest, -math.inf)
         if self.side:
             queries, keys = part.positions()
             bias = _one_side(bias, keys - queries[:, None], self.side)
-        return Bias(bias, attends=None if attends is None or bool(attends.all()) else attends)
+        return found._replace(values=bias)
+
+
+@dataclass(frozen=True)
+class GatedBias:
+    """The bias of forget gates: dense in memory, but formed from sums of gates, not key by key."""
+
+    call: AttentionCall  # without slopes, which are part of the gates
+    totals: GateTotals | None  # None where the call's rules are not those of a causal row alone
+    has_closed: bool = False
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> GatedBias:
+        """Return the bias of a call with an int offset and gates of all batch entries."""
+        if call.mask is not None or call.q_segment_ids is not None or call.window_size is not None:
+            return cls(call, None)
+        totals = GateTotals.of(call.xp, call.log_gates)
+        return cls(call, totals, bool(totals.closed[..., -1].any()))
+
+    def bias_of(self, job: Job) -> Bias:
+        """Return the bias of a rectangle."""
+        if self.totals is None:
+            return dense_bias(self.call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys))
+        places = torch.arange(job.q_start, job.q_start + job.rows, device=self.call.device) + self.call.q_offset
+        rows = places.clamp(0, self.call.kv_len - 1)
+        first = int(rows[0])  # keys up to this one are visible to all queries
+        shared = min(max(first + 1 - job.kv_start, 0), job.kv_len)
+        # [batch entries, heads, kv_len] and [batch entries, heads, rows]
+        (keys, queries), (key_rests, query_rests), (closed, closed_rows) = (
+            (x[job.batch, job.heads, job.keys], x[job.batch, job.heads, rows]) for x in self.totals
+        )
+        values = keys.new_empty((*queries.shape, job.kv_len))
+        # Sums up to the first query, and from there to each: both have one sign, so their sum has all digits.
+        to_first = keys[..., :shared] - queries[..., :1] + (key_rests[..., :shared] - query_rests[..., :1])
+        from_first = queries[..., :1] - queries + (query_rests[..., :1] - query_rests)
+        torch.add(from_first[..., None], to_first[..., None, :], out=values[..., :shared])
+        later = keys[..., None, shared:] - queries[..., None]
+        later += key_rests[..., None, shared:] - query_rests[..., None]
+        is_future = (
+            torch.arange(job.kv_start + shared, job.kv_start + job.kv_len, device=self.call.device) > places[:, None]
+        )
+        values[..., shared:] = later.masked_fill_(is_future, -math.inf)
+        if self.has_closed:
+            values.masked_fill_(closed[..., None, :] != closed_rows[..., None], -math.inf)
+        attends = None if self.call.q_offset + job.q_start >= 0 else (places >= 0)[:, None]
+        return Bias(values if attends is None else values.where(attends, 0.0), attends=attends)
+
+
+def dense_bias(part: AttentionCall) -> Bias:
+    """Return the bias of a rectangle's call, ``[batch or 1, heads or 1, rows, kv_len]``."""
+    bias, attends = (None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape) for x in part.bias())
+    return Bias(bias, attends=None if attends is None or bool(attends.all()) else attends)
 
 
 def _one_side(bias: Tensor, relative: Tensor, side: int) -> Tensor:

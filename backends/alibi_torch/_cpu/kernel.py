@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Job
-from alibi_torch._cpu.bias import Bias, DistanceRow
+from alibi_torch._cpu.bias import Bias, DistanceRow, GatedBias
 from alibi_torch._cpu.plan import is_short, tiling
 from alibi_torch._internals import fused_backward, fused_forward, multiplies_bfloat16
 
@@ -31,7 +31,7 @@ def forward(
     key: Tensor,
     value: Tensor,
     jobs: Sequence[Job],
-    row: DistanceRow,
+    row: DistanceRow | GatedBias,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of a part of a call, in ``dtype``, and the log-sum-exp, computed rectangle by rectangle.
@@ -81,15 +81,17 @@ def backward(
     call: AttentionCall,
     saved: Sequence[Tensor],
     jobs: Sequence[Job],
-    row: DistanceRow,
+    row: DistanceRow | GatedBias,
     totals: Sequence[Tensor],
     by_slopes: Tensor | None,
+    by_gates: Tensor | None = None,
 ) -> None:
     """Add the gradients of ``sum(result * grad)`` with respect to query, key and value to ``totals``, and of slopes.
 
     ``saved`` are query, key, value, grad and result, ``[batch, heads, length, head_dim]``, and the log-sum-exp.
     Gradients of key and value are in the working dtype: summed over rectangles, rounded at the end. ``by_slopes``,
-    ``[2, batch, num_heads]`` float64, is for keys before and after the query; None if not needed.
+    ``[2, batch, num_heads]`` float64, is for keys before and after the query; None if not needed. ``by_gates``,
+    ``[batch, num_heads, kv_len]`` float64, is the sum of score gradients of each key minus that of the query there.
     """
     query, key, value, grad, result, logsumexp = saved
     total_query, total_key, total_value = totals
@@ -100,7 +102,7 @@ def backward(
     if shift is not None:
         is_small &= shift.abs() <= LARGE_SCORES[dtype]
     are_small = bool(is_small.all())
-    sides = [] if by_slopes is None else row.sides()
+    sides = row.sides() if by_slopes is not None and isinstance(row, DistanceRow) else []
     for job in jobs:
         bias, biases = row.bias_of(job), [(side.bias_of(job), sign) for side, sign in sides]
         for part in _parts(job, 2 * job.kv_len * call.head_dim):
@@ -110,14 +112,20 @@ def backward(
                 # Centred keys lower every score of a row by `shift`, and so the log-sum-exp.
                 (common,) = _keys_of(call, replace(part, kv_start=0, kv_len=1, tiles=1), dtype, centre)
                 keys, lse = keys - common, lse - _queries_of(shift, part)
-            of_queries = (_queries_of(x, part).to(dtype) for x in (grad, query, result))
-            tile = Tile(*of_queries, lse, keys, values, bias, call.scale)
+            inputs = (_queries_of(x, part).to(dtype) for x in (grad, query, result))
+            tile = Tile(*inputs, lse, keys, values, bias, call.scale)
             # The fused kernel derives weights from the log-sum-exp, which is too coarse for large scores.
             has_large_scores = not (are_small or _queries_of(is_small, part).all())
             if by_slopes is not None:
                 # The bias is -slope * distance, hence the minus sign.
                 found, by_distance = _with_slopes(call, part, tile, biases, has_large_scores)
                 by_slopes[:, part.batch, part.heads] -= torch.stack(by_distance)
+            elif by_gates is not None:
+                found, of_queries, of_keys = _with_gates(tile, has_large_scores)
+                by_gates[part.batch, part.heads, part.keys] += of_keys
+                start = part.q_start + call.q_offset
+                own = slice(min(max(start, 0), call.kv_len), min(max(start + part.rows, 0), call.kv_len))
+                by_gates[part.batch, part.heads, own] -= of_queries[..., own.start - start : own.stop - start]
             elif has_large_scores:
                 found = tile.from_scores(*tile.score_gradients())
             else:
@@ -231,6 +239,23 @@ def _with_slopes(
         # query's own key, so its distance stays exactly 0.
         total += sign * ((q_places - middle) * found[0][..., -1] - found[0][..., -2])
     return (by_query * tile.scale, by_key, by_value), [_by_head(job, x) for x in totals]
+
+
+def _with_gates(tile: Tile, has_large_scores: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Return the gradients with respect to query, key and value, and sums of score gradients by query and by key.
+
+    A key feature of 1 makes the fused kernel sum a query's score gradients, a query feature of 1 those of a key. Each
+    meets a feature of 0, so scores do not change.
+    """
+    if has_large_scores:
+        weights, by_score = tile.score_gradients()
+        return tile.from_scores(weights, by_score), by_score.sum(dim=-1), by_score.sum(dim=-2)
+    query = F.pad(F.pad(tile.query * tile.scale, (0, 1)), (0, 1), value=1.0)
+    key = F.pad(F.pad(tile.key, (0, 1), value=1.0), (0, 1))
+    padded = {name: F.pad(getattr(tile, name), (0, 2)) for name in ("grad", "result", "value")}
+    by_query, by_key, by_value = replace(tile, query=query, key=key, **padded, scale=1.0).gradients()
+    found = by_query[..., :-2] * tile.scale, by_key[..., :-2], by_value[..., :-2]
+    return found, by_query[..., -2], by_key[..., -1]
 
 
 def _by_head(job: Job, totals: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from alibi_core.backend import ARRAY_AXES, AttentionCall
 from alibi_core.backend.horizon import Job, KeyNorms
 from alibi_torch import _rows
 from alibi_torch._cpu import kernel, step
-from alibi_torch._cpu.bias import DistanceRow
+from alibi_torch._cpu.bias import DistanceRow, GatedBias
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
 from alibi_torch._derivatives import dense_reference, pulled_back
-from alibi_torch._dispatch import needs_gradients, no_autocast
+from alibi_torch._dispatch import needs_gradients, no_autocast, rates_of
 from alibi_torch._internals import in_transform, is_watched
 
 
@@ -42,7 +42,10 @@ def attention(
     if flat is not call:
         tensors = (x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value))
         return attention(flat, *tensors, norms, implementation).reshape(query.shape)
-    is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
+    is_recorded = needs_gradients(query, key, value, *rates_of(call))
+    if call.log_gates is not None:  # a slope is a gate, too, the same at each token: [batch, num_heads, kv_len]
+        gates = (call.log_gates - call.slopes[..., None]).reshape(*call.batch, call.num_heads, call.kv_len)
+        call = replace(call, slopes=torch.zeros_like(call.slopes).detach(), log_gates=gates)
     # Without gradients or tracers, skip the operator: its dispatch takes longer than a short call.
     if not (is_recorded or is_watched(query, key, value)):
         return _without_gradients(call, query, key, value, norms, implementation)[0]
@@ -59,6 +62,7 @@ class Packed(NamedTuple):
 
     slopes: Tensor
     future_slopes: Tensor | None
+    log_gates: Tensor | None
     q_offset: Tensor | None
     q_segment_ids: Tensor | None
     kv_segment_ids: Tensor | None
@@ -108,12 +112,14 @@ RULES = Packed._fields[TENSORS + 2 : -1]  # those of the call
 
 
 # The plan of a call: its parts, each with the rectangles of scores to compute and their biases, without added_key_bias.
-Plan = list[tuple[Part, list[Job], DistanceRow]]
+Plan = list[tuple[Part, list[Job], DistanceRow | GatedBias]]
 
 
 def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> Plan:
     """Return the plans of the parts of a call with one batch axis."""
-    found = []
+    found: Plan = []
+    if call.log_gates is not None and (call.log_gates > 0).any():  # negative slopes: no bound holds
+        call = replace(call, tolerance=0.0)
     for part in split(call, norms):
         tensors = *part.of_queries(query), *part.of_keys(key)
         if step.is_step(part.call):
@@ -124,7 +130,8 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
             rectangles = jobs(part.call, *tensors, part.norms, limits)
         # The key bias becomes extra features (_with_key_bias), so the row has distances only.
         own = part.call if part.call.added_key_bias is None else replace(part.call, added_key_bias=None)
-        found.append((part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
+        is_gated = call.log_gates is not None
+        found.append((part, rectangles, GatedBias.of(own) if is_gated else DistanceRow.of(own, rectangles, cutoff)))
     return found
 
 
@@ -213,10 +220,10 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 # An operator's schema allows only tensors and numbers as arguments, so a call is flattened into `Packed`.
 
 _PACKED = (
-    "Tensor slopes, Tensor? future_slopes, Tensor? q_offset, Tensor? q_segment_ids, Tensor? kv_segment_ids, "
-    "Tensor? mask, Tensor? added_key_bias, Tensor? q_points, Tensor? kv_points, Tensor? key_norms, SymInt norms_block, "
-    "SymInt first_position, bool is_causal, SymInt? window_size, float scale, float tolerance, bool shares_ids, "
-    "bool shares_points, bool may_lack_points, str distance, str law, str implementation"
+    "Tensor slopes, Tensor? future_slopes, Tensor? log_gates, Tensor? q_offset, Tensor? q_segment_ids, Tensor? "
+    "kv_segment_ids, Tensor? mask, Tensor? added_key_bias, Tensor? q_points, Tensor? kv_points, Tensor? key_norms, "
+    "SymInt norms_block, SymInt first_position, bool is_causal, SymInt? window_size, float scale, float tolerance, "
+    "bool shares_ids, bool shares_points, bool may_lack_points, str distance, str law, str implementation"
 )
 _SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_PACKED}, bool is_exact) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
@@ -275,7 +282,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor, ...]:
-    """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
+    """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False).
+
+    With gates, which exclude future slopes, their gradient is the last one; that of slopes is 0.
+    """
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
     if packed.implementation == "triton":
@@ -284,7 +294,7 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
         *gradients, sums = _triton.backward(call, arguments[:6], norms, plans[0] if plans else None, arguments[-1])
         return *map(_strided_as, (query, key, value), gradients), *_by_rates(call, sums)
     # The kernel sums distances for slopes, not laws of them.
-    if _has_own_distances(call) or (arguments[-1] and not call.is_linear):
+    if _has_own_distances(call) or (arguments[-1] and call.law != "linear"):
         with no_autocast(query.device.type):
             *gradients, past, future = _rows.backward(call, *arguments[:6], arguments[-1])
         return *map(_strided_as, (query, key, value), gradients), past, future
@@ -292,7 +302,11 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
     planned = plans[0] if plans else plan_of(call, query, key, norms)
     by_query = (torch.zeros_like if planned[0][0].is_cut else torch.empty_like)(query)  # queries in no part get 0
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
-    sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if arguments[-1] else None
+    sums = gates = None
+    if call.log_gates is not None:
+        gates = torch.zeros_like(call.log_gates, dtype=torch.float64)
+    elif arguments[-1]:
+        sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64)
     grad, query, key, value, result = _dense(grad, query, key, value, result)
     with no_autocast("cpu"):  # the caller may run backward under autocast
         for part, rectangles, row in planned:
@@ -302,7 +316,16 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
             saved = *tensors, *of_result, *part.of_queries(logsumexp)
             totals = *part.of_queries(by_query), *part.of_keys(by_key, by_value)
             by_slopes = None if sums is None else sums[:, part.batch]
-            kernel.backward(own, saved, rectangles, row, totals, by_slopes)
+            by_gates = (
+                torch.zeros_like(own.log_gates, dtype=torch.float64) if arguments[-1] and gates is not None else None
+            )
+            kernel.backward(own, saved, rectangles, row, totals, by_slopes, by_gates)
+            if by_gates is not None and gates is not None:
+                # A gate is in the biases of all earlier keys, for its own query and later ones; a row's sum is 0.
+                gates[part.batch, :, part.keys][..., 1:] += by_gates.cumsum(dim=-1)[..., :-1]
+    if gates is not None:
+        by_gates = gates.to(call.log_gates.dtype)
+        return by_query, by_key.to(call.dtype), by_value.to(call.dtype), torch.zeros_like(call.slopes), by_gates
     return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *_by_rates(call, sums)
 
 
@@ -322,7 +345,7 @@ torch.library.impl("alibi::attention_backward", "default", _backward_here)
 @torch.library.register_fake("alibi::attention_backward")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     packed = Packed(*arguments[6:-1])
-    future = packed.slopes if packed.future_slopes is None else packed.future_slopes
+    future = next(x for x in (packed.future_slopes, packed.log_gates, packed.slopes) if x is not None)
     return *(torch.empty_like(x) for x in arguments[1:4]), *(x.new_empty(x.shape) for x in (packed.slopes, future))
 
 
@@ -348,7 +371,7 @@ class _Attention(torch.autograd.Function):
         tensors, ctx.numbers = inputs[: 3 + TENSORS], inputs[3 + TENSORS : count]
         ctx.plans = [*inputs[count + 1 :], []][0]
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-        ctx.by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        ctx.by_slopes = any(ctx.needs_input_grad[3:6])
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
@@ -358,16 +381,22 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             return (None,) * len(needed)
         is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        arguments = grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes
+        arguments = grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes  # saved tensors may be unpacked once alone
         if is_recorded:  # create_graph=True
             found = _Gradients.apply(*arguments)
         elif is_watched(*arguments[:4]):
             found = _attend_backward(*arguments)
         else:
             found = _backward_here(*arguments, plans=ctx.plans)
+        found = _by_input(found, Packed(*arguments[6:-1]).log_gates is not None)
         wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
         # Masks, norms and numbers have no gradients.
         return *wanted, *(None,) * (len(needed) - len(wanted))
+
+
+def _by_input(found: Sequence[Tensor], is_gated: bool) -> list[Tensor | None]:
+    """Return gradients in the order of inputs: slopes, future slopes, gates; the last one is that of either."""
+    return [*found[:-1], None, found[-1]] if is_gated else [*found, None]
 
 
 class _Gradients(torch.autograd.Function):
@@ -388,7 +417,7 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         grad, query, key, value, *tensors = ctx.saved_tensors
         call, _ = Packed(*tensors, *ctx.numbers).unpacked(query, key)
-        rates = [x for x in tensors[:2] if x is not None]
+        rates = [x for x in tensors[:3] if x is not None]
         count = 3 + (len(rates) if ctx.by_slopes else 0)  # inputs whose gradients were requested
 
         def gradients(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -396,7 +425,9 @@ class _Gradients(torch.autograd.Function):
 
         with no_autocast("cpu"):
             found = pulled_back(gradients, (grad, query, key, value, *rates), tuple(cotangents[:count]))
-        return *found[:4], None, None, *found[4:], *(None,) * (len(ctx.needs_input_grad) - 2 - len(found))
+        by_rates = iter(found[4:])
+        by_tensors = [None if x is None else next(by_rates) for x in tensors[:3]]
+        return *found[:4], None, None, *by_tensors, *(None,) * (len(ctx.needs_input_grad) - 9)
 
 
 # PyTorch reads the signature at each call, which takes longer than to read it here.
@@ -423,13 +454,14 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     size, first = info.batch_size, len(_BACKWARD_AXES) - len(_RULE_AXES)
     merged = _merged(size, in_dims, arguments, _BACKWARD_AXES)
     summed = []  # True if slopes have no batch axis, so that their gradient is summed over it
-    for index in (first, first + 1):
+    for index in (first, first + 1 if arguments[first + 2] is None else first + 2):
         slopes, dim = arguments[index], in_dims[index]
         if slopes is None:  # its gradient then has the shape of that of slopes
             summed.append(summed[0])
             continue
         summed.append(slopes.ndim - (dim is not None) == 1)
-        merged[index] = merged[index].expand(len(merged[0]), -1)  # one gradient per mapped entry
+        # one gradient per mapped entry
+        merged[index] = merged[index].expand(len(merged[0]), *merged[index].shape[-_RULE_AXES[index - first] :])
     *tensors, past, future = (x.unflatten(0, (size, -1)) for x in _attend_backward(*merged))
     rates = [x.sum(dim=1) if is_summed else x for x, is_summed in zip((past, future), summed, strict=True)]
     return (*tensors, *rates), (0,) * 5

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import AttentionCall, GateTotals
 from alibi_core.backend.horizon import (
     ENDLESS,
     Job,
@@ -224,13 +224,16 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
         return None
     # Largest norms by head, over batch and tokens: [num_heads] and [num_kv_heads].
     norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]
-    rounding = 1 + 2 * score_rounding(call.head_dim)
+    rounding, tokens = 1 + 2 * score_rounding(call.head_dim), np.full(call.num_heads, math.inf)
     with np.errstate(all="ignore"):  # norms may be NaN or infinite
         # Two scores of a row differ by at most 2 * |query| * |key| * scale.
         bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * (2 * abs(call.scale) * rounding)
-        far = horizons(call, bound)
-        tokens = np.max([x.max(axis=0) for _, x in far], axis=0)
-        falls = np.max([np.where(x < math.inf, slopes * x, math.inf).max(axis=0) for slopes, x in far], axis=0)
+        if call.log_gates is not None:  # so far below its query's own key, kv_len keys weigh the tolerance
+            falls = bound - math.log(call.tolerance / call.kv_len)
+        else:
+            far = horizons(call, bound)
+            tokens = np.max([x.max(axis=0) for _, x in far], axis=0)
+            falls = np.max([np.where(x < math.inf, slopes * x, math.inf).max(axis=0) for slopes, x in far], axis=0)
     return Limits(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(falls).to(call.working_dtype))
 
 
@@ -238,6 +241,8 @@ def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterat
     """Yield blocks of queries for all batch entries, split into runs of heads with the keys within their horizons."""
     # Where the bias is a view, its size sets no limit.
     is_view = call.mask is None and call.q_segment_ids is None and (call.is_linear or call.sees_own_key)
+    is_view = is_view and call.log_gates is None
+    totals = None if call.log_gates is None or limits is None else GateTotals.of(call.xp, call.log_gates)
     for job in plain_jobs(call, replace(sizes, bias_elements=2**62 if is_view else sizes.bias_elements)):
         if limits is None or not call.sees_own_key:  # without the own key, limits do not apply
             yield job
@@ -247,6 +252,11 @@ def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterat
             (max(job.kv_start, int(lowest - limit) + 1), min(stop, int(lowest + job.rows - 1 + limit)))
             for limit in limits.tokens[job.heads]
         ]
+        if totals is not None:  # bounds, [batch entries, heads, kv_len], increase along the keys
+            keys, at = torch.arange(job.kv_start, stop), torch.tensor([lowest])
+            falls = GateTotals(*(x[job.batch, job.heads] for x in totals)).bounds(call.xp, at, keys)[:, :, 0]
+            counts = (falls < limits.cutoff[job.heads, None]).sum(dim=-1).amin(dim=0).tolist()
+            spans = [(job.kv_start + count, last) for count, (_, last) in zip(counts, spans, strict=True)]
         entries = job.batch.stop - job.batch.start
         for heads in alike([last - first for first, last in spans], sizes.call_scores / (entries * job.rows)):
             first, last = min(x for x, _ in spans[heads]), max(x for _, x in spans[heads])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Job, KeyNorms, score_rounding, visible_keys
-from alibi_torch._cpu.bias import Bias, DistanceRow, distance_row
+from alibi_torch._cpu.bias import Bias, DistanceRow, GatedBias, distance_row
 from alibi_torch._cpu.plan import alike, horizons, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward
 
@@ -33,7 +33,7 @@ def is_step(call: AttentionCall) -> bool:
 
 def is_last_query(call: AttentionCall) -> bool:
     """Whether a call has one query, at the position of the last key, and keys that differ in distance alone."""
-    is_plain = call.mask is None and call.q_segment_ids is None and call.added_key_bias is None
+    is_plain = all(x is None for x in (call.mask, call.q_segment_ids, call.added_key_bias, call.log_gates))
     return call.q_len == 1 and is_plain and not call.has_offset_array and bool(call.q_offset == call.kv_len - 1)
 
 
@@ -163,7 +163,12 @@ def jobs(call: AttentionCall) -> list[Job]:
 
 
 def forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, rectangles: Sequence[Job], row: DistanceRow
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rectangles: Sequence[Job],
+    row: DistanceRow | GatedBias,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of a few queries, in the working dtype, and the log-sum-exp of each."""
     return _joined([_attend(call, job, row.bias_of(job), query, key, value) for job in rectangles])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from alibi_core.backend import models
 from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch._dispatch import autocast_dtype
+from alibi_torch._dispatch import autocast_dtype, no_autocast
 from alibi_torch.caches import KVCache
 from alibi_torch.nn._slopes import KeepsSlopes
 
@@ -26,8 +26,8 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
     module is cast to a lower precision.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
-            fields of :class:`AlibiConfig`.
+        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law,
+            forget_gate: As fields of :class:`AlibiConfig`.
         head_dim: Features per head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical slopes. A tensor-parallel shard
             passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
@@ -66,6 +66,7 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
         dropout: float = 0.0,
         distance: str = "manhattan",
         law: str = "linear",
+        forget_gate: bool = False,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -89,12 +90,19 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
             bias=bias,
             distance=distance,
             law=law,
+            forget_gate=forget_gate,
         )
+        if forget_gate:
+            self.forget_proj = nn.Linear(embed_dim, num_heads, device=device, dtype=torch.float32)
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = nn.Dropout(dropout) if dropout > 0 else None  # a module's call takes as long as a check
         self._register_slopes(device, learnable=learnable_slopes)
 
     forward = models.BaseAttention.__call__
+
+    def _log_gates(self, tokens: Tensor) -> Tensor:
+        with no_autocast(tokens.device.type):
+            return super()._log_gates(tokens)
 
     def _attend_to(self, cache: KVCache, *arguments: Any) -> tuple[Tensor, None]:
         if not isinstance(cache, KVCache):

@@ -1,4 +1,4 @@
-"""Slopes that stay float32 when their module is cast to a lower precision."""
+"""Slopes, and forget gates, that stay float32 when their module is cast to a lower precision."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class KeepsSlopes(nn.Module):
         fixed = [(module, name, x) for module, name, x in stored if name in NAMES[:2] and (is_empty or x.is_meta)]
         unfilled = {id(x): (module, name) for module, name, x in fixed}
         # A list of gradients would prevent torch.utils.swap_tensors, by which DTensors are cast.
-        uncast = {id(y) for _, _, x in stored for y in (x, x.grad) if y is not None}
+        proj: Any = getattr(self, "forget_proj", None)
+        gate = [] if proj is None else proj.parameters()
+        uncast = {id(y) for x in (*(x for _, _, x in stored), *gate) for y in (x, x.grad) if y is not None}
 
         def moved(tensor: Tensor) -> Tensor:
             try:
