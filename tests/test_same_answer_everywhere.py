@@ -355,6 +355,23 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
                     raise AssertionError(f"{backend.name}, {name}: {error}\n{sibling!r}") from None
 
 
+@pytest.mark.parametrize("library", [param(x.name, x.name, x) for x in LIBRARIES.values()])
+def test_constant_gates_are_alibi(library: str) -> None:
+    """Gates of minus the slopes, in their place: the same result and gradients; the slopes' is minus the gates' sum."""
+    alibi = Problem((31, 31), heads=(2, 2), wrt=(*TENSORS, "slopes"), seed=1)
+    gated = dataclasses.replace(alibi, slopes="default", gates="mild", wrt=(*TENSORS, "log_gates"))
+    slopes = alibi.arrays["slopes"]
+    gates = np.broadcast_to(-slopes[:, None], (*alibi.batch, alibi.num_heads, 31))
+    vars(gated)["arrays"] = {name: x for name, x in alibi.arrays.items() if name != "slopes"} | {"log_gates": gates}
+    answer = exact(alibi)
+    for backend in (x for x in backends(library) if x.module not in WITHOUT_GATES and not is_refused(x, gated)):
+        (found,) = computed(backend, [gated], is_compiled=False)
+        if "log_gates" in found:
+            found["slopes"] = -found.pop("log_gates").sum(axis=(0, -1))
+        for name, actual in found.items():
+            assert_within_budget(actual, answer[name])
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @given(problem=problems())
 def test_the_bias_has_the_same_bits(problem: Problem, framework: Framework) -> None:
