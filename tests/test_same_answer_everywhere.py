@@ -27,8 +27,18 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.conformance.testing import COTANGENTS, DATA, assert_within_budget
 from tests.support.frameworks import FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Backend, Framework, param
-from tests.support.problems import AS_SLOPES, GATES, ON_LINE, POINTS, SEGMENTS, TENSORS, Problem
-from tests.support.problems import canonical_slopes, exact, pair
+from tests.support.problems import (
+    AS_SLOPES,
+    GATES,
+    ON_LINE,
+    POINTS,
+    SEGMENTS,
+    TENSORS,
+    Problem,
+    canonical_slopes,
+    exact,
+    pair,
+)
 from tests.support.tiles import TILINGS, Tiling
 
 LIBRARIES = {x.name: x for x in (NUMPY, TORCH, JAX, MLX)}

@@ -50,8 +50,32 @@ def test_key_bias_is_exact_to_float32_at_a_million_keys(framework: Framework) ->
 # --- Explicit positions ------------------------------------------------------------------------------------------
 
 
-import itertools
-import math
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_sums_of_gates_are_exact_however_long_the_text(framework: Framework) -> None:
+    """Tiny gates beside large ones, whose running sum is a million, and closed ones: two units in the last place."""
+    kv_len, q_len = 65_536, 3
+    gates = -np.exp(RNG.normal(0, 2, (2, kv_len))).astype(np.float32)
+    gates[:, ::7] *= 50
+    gates[:, ::5] *= 1e-9
+    gates[1, kv_len // 3] = -INF
+    through = framework.compiled if framework is JAX else lambda f: f  # each step by itself is compiled, too
+    actual = framework.numpy(through(lambda x: alibi_core.bias_from_gates(x, q_len))(framework.array(gates)))
+    for head, row in itertools.product(range(2), range(q_len)):
+        place = kv_len - q_len + row
+        near = np.arange(place - 300, place + 1)
+        for key in {*near.tolist(), *RNG.integers(0, place, 100).tolist()}:
+            exact = math.fsum(gates[head, key + 1 : place + 1].astype(np.float64))
+            found = actual[head, row, key]
+            assert found == exact or abs(found - exact) <= 2 * np.spacing(np.float32(abs(exact))), (head, row, key)
+        assert np.isneginf(actual[head, row, place + 1 :]).all()
+
+
+@pytest.mark.parametrize("bad", [0.1, np.nan])
+def test_gates_are_logarithms(bad: float) -> None:
+    with pytest.raises(ValueError, match="log_gates must be numbers at most 0"):
+        alibi_core.bias_from_gates(np.asarray([[-1.0, bad]]))
+    with pytest.raises(ValueError, match=r"log_gates must have axes \[..., num_heads, kv_len\]"):
+        alibi_core.bias_from_gates(np.asarray([-1.0]))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
