@@ -256,7 +256,7 @@ DIFFERENTIATED = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 # --- The properties ---------------------------------------------------------------------------------------------------
 
-WITHOUT_GATES = ("alibi_jax", "alibi_mlx")  # backends whose attention does not have the argument yet
+WITHOUT_GATES = ("alibi_jax",)  # backends whose attention does not have the argument yet
 SIBLINGS = 8  # values for each compiled program
 FOUND = (
     # A sum's gradients alone: with one number repeated as cotangent, XLA's compiler makes other programs.
@@ -279,6 +279,8 @@ FOUND = (
     Problem((31, 31), gates="strong", mask="bhqk", wrt=("key", "log_gates"), tiling=Tiling((4, 4))),
     Problem((11, 5), gates="mild", slopes="default", q_offset="per entry", wrt=("log_gates",)),
     Problem((17, 300), (2,), (1, 2), gates="closed sometimes", mask="bk", window_size=40, wrt=("query", "log_gates")),
+    # A closed gate in a segment between a query and all keys of its own segment.
+    Problem((31, 31), segments="pair", gates="closed sometimes", wrt=("value", "log_gates"), tiling=Tiling((1, 4))),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),
