@@ -271,7 +271,6 @@ DIFFERENTIATED = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 # --- The properties ---------------------------------------------------------------------------------------------------
 
-WITHOUT_GATES = ("alibi_mlx",)  # backends whose attention does not have the argument yet
 SIBLINGS = 8  # values for each compiled program
 FOUND = (
     # A sum's gradients alone: with one number repeated as cotangent, XLA's compiler makes other programs.
@@ -295,6 +294,8 @@ FOUND = (
     Problem((17, 300), (2,), (1, 2), gates="closed sometimes", mask="bk", window_size=40, wrt=("query", "log_gates")),
     # Several blocks of keys, the last of which begins with keys of the one before, and rows that some of them are past.
     Problem((300, 500), (2,), (1, 2), gates="mild", mask="bk", q_offset="array", wrt=("query", "log_gates"), luck=0),
+    # A closed gate in a segment between a query and all keys of its own segment.
+    Problem((31, 31), segments="pair", gates="closed sometimes", wrt=("value", "log_gates"), tiling=Tiling((1, 4))),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),
@@ -345,8 +346,6 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
     siblings = [dataclasses.replace(problem, seed=problem.seed + i) for i in range(count)]
     answers = [exact(x) for x in siblings]
     for backend in backends(library):
-        if problem.gates and backend.module in WITHOUT_GATES:
-            continue
         if problem.dtype not in backend.framework.dtypes:
             continue
         if is_refused(backend, problem):
@@ -374,7 +373,7 @@ def test_constant_gates_are_alibi(library: str) -> None:
     gates = np.broadcast_to(-slopes[:, None], (*alibi.batch, alibi.num_heads, 31))
     vars(gated)["arrays"] = {name: x for name, x in alibi.arrays.items() if name != "slopes"} | {"log_gates": gates}
     answer = exact(alibi)
-    for backend in (x for x in backends(library) if x.module not in WITHOUT_GATES and not is_refused(x, gated)):
+    for backend in (x for x in backends(library) if not is_refused(x, gated)):
         (found,) = computed(backend, [gated], is_compiled=False)
         if "log_gates" in found:
             found["slopes"] = -found.pop("log_gates").sum(axis=(0, -1))

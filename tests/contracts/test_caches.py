@@ -53,8 +53,10 @@ class Cache:
         swapped = np.swapaxes(values, 1, 2) if self.is_functional and values.ndim == 4 else values
         return self.framework.array(swapped, self.dtype)
 
-    def append(self, key: Any, value: Any, lengths: np.ndarray | None = None) -> None:
+    def append(self, key: Any, value: Any, lengths: np.ndarray | None = None, gates: np.ndarray | None = None) -> None:
         own = {} if lengths is None else {"lengths": self.framework.array(lengths)}
+        if gates is not None:
+            own["log_gates"] = self.framework.array(np.swapaxes(gates, 1, 2) if self.is_functional else gates)
         result = self.inner.append(self.tensor(key), self.tensor(value), **own)
         self.inner = result if self.is_functional else self.inner
 
@@ -87,10 +89,11 @@ class Cache:
         return self.framework.numpy(self.inner.key_norms)[:, :, : -(-self.length // 128)]
 
 
-def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32") -> Cache:
+def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32", has_gates: bool = False) -> Cache:
     """Return a ``KVCache`` of these sizes: batch_size, num_kv_heads, max_length, head_dim."""
     framework, cache_class = FRAMEWORK[name], importlib.import_module(f"alibi_{name}").KVCache
-    return Cache(framework, cache_class(*sizes, dtype=getattr(framework.xp, dtype)), dtype)
+    options = {"gate_heads": HEADS} if has_gates and name == "jax" else {}
+    return Cache(framework, cache_class(*sizes, dtype=getattr(framework.xp, dtype), **options), dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -131,14 +134,19 @@ class Machine(RuleBasedStateMachine):
         slopes=st.sampled_from(SLOPES),
         is_planned=st.booleans(),
         may_be_ragged=st.booleans(),
+        has_gates=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def begin(self, dtype: str, slopes: tuple[float, ...], is_planned: bool, may_be_ragged: bool, seed: int) -> None:
+    def begin(
+        self, dtype: str, slopes: tuple[float, ...], is_planned: bool, may_be_ragged: bool, has_gates: bool, seed: int
+    ) -> None:
         self.dtype, self.may_be_ragged, self.random = dtype, may_be_ragged, np.random.default_rng(seed)
         self.use_slopes(np.float32(slopes))
         self.short = 1 if is_planned else 1024  # from this many keys on, norms decide which keys matter
-        self.cache = keeping(self.name, (BATCH, KV_HEADS, 400, HEAD_DIM), dtype)
+        self.has_gates = has_gates
+        self.cache = keeping(self.name, (BATCH, KV_HEADS, 400, HEAD_DIM), dtype, has_gates)
         self.rows = [np.zeros((2, KV_HEADS, 0, HEAD_DIM))] * BATCH  # keys and values
+        self.gates = [np.zeros((HEADS, 0))] * BATCH  # zeros without gates
 
     @property
     def held(self) -> list[int]:
@@ -168,6 +176,7 @@ class Machine(RuleBasedStateMachine):
         sizes = self.random.choice([0.25, 1.0, giant], (batch, 1, new, 1))
         query, key, value = self.normal(HEADS, new), self.normal(KV_HEADS, new, sizes), self.normal(KV_HEADS, new)
         counts = self.random.integers(0, new + 1, batch) if is_ragged else np.full(batch, new)
+        options["law"] = "linear" if self.has_gates else options["law"]
         rules: dict[str, Any] = dict(options)
         visible = np.ones((batch, new, longest + new), bool)
         if len(set(self.held)) == 1 and not is_ragged:
@@ -180,27 +189,45 @@ class Machine(RuleBasedStateMachine):
                 rules["segment_ids"] = ids[:, longest : longest + new], ids
                 visible = ids[:, longest : longest + new, None] == ids[:, None]
         lengths = counts.astype(np.int32) if is_ragged else None
-        self.cache.append(key, value, lengths)
+        gates = self.random.choice([0, -0.01, -0.2, -3, -np.inf], (batch, HEADS, new), p=[0.2, 0.4, 0.3, 0.09, 0.01])
+        gates = np.float32(gates) if self.has_gates else np.zeros_like(gates)
+        self.cache.append(key, value, lengths, gates if self.has_gates else None)
         rules |= {} if lengths is None else {"lengths": lengths}
         with planned_from(self.short):
             found = self.cache.attend(query, self.slopes_of_framework, **rules)
         for row, count in enumerate(counts):
             added = np.stack([key[row, :, :count], value[row, :, :count]])
             self.rows[row] = np.concatenate([self.rows[row], added], axis=2)
+            self.gates[row] = np.concatenate([self.gates[row], gates[row, :, :count]], axis=1)
             if count:
-                exact = self.exact(row, query[row, :, :count], visible[row], **options)
+                is_of_keys = "mask" in rules and new == 1
+                exact = self.exact(row, query[row, :, :count], visible[row], is_of_keys, **options)
                 assert_within(found[row, :, :count][None], exact)
 
     def exact(
-        self, row: int, query: np.ndarray, visible: np.ndarray, window_size: Any, tolerance: Any, scale: Any, law: str
+        self,
+        row: int,
+        query: np.ndarray,
+        visible: np.ndarray,
+        is_of_keys: bool,
+        window_size: Any,
+        tolerance: Any,
+        scale: Any,
+        law: str,
     ) -> Answer:
         """Return the exact attention of a row's last queries; it may leave out a share of the weight."""
         (key, value), (count, length) = self.rows[row], (query.shape[1], self.held[row])
         slopes = self.slopes.astype(np.float64)
         distance = np.arange(length - count, length)[:, None] - np.arange(length)
         seen = (distance >= 0) & (distance <= (length if window_size is None else window_size))
+        visible = visible[:count, :length]
+        # The gates of tokens that a mask of keys hides do not count.
+        gates = np.where(visible[0] if is_of_keys else True, self.gates[row], 0)
+        sums, closed = (np.cumsum(x, axis=-1) for x in (np.where(gates > -np.inf, gates, 0), gates == -np.inf))
+        forgotten = sums[:, length - count :, None] - sums[:, None]
+        seen = seen & visible & (closed[:, length - count :, None] == closed[:, None])
         penalty = distance if law == "linear" else np.log1p(np.maximum(distance, 0))
-        bias = np.where(seen & visible[:count, :length], -slopes[:, None, None] * penalty, -np.inf)
+        bias = np.where(seen, forgotten - slopes[:, None, None] * penalty, -np.inf)
         share = UNIT_ROUNDOFF[self.dtype] if tolerance is None else tolerance
         arrays = (x[None] for x in (query, key, value, bias))
         scale = HEAD_DIM**-0.5 if scale is None else scale
@@ -238,7 +265,8 @@ class Machine(RuleBasedStateMachine):
     def take_back(self, back: int, by_row: bool, not_finite: bool) -> None:
         if not_finite and max(self.held) + 3 <= 400:
             nothing = np.full((len(self.rows), KV_HEADS, 3, HEAD_DIM), np.nan)
-            self.cache.append(nothing, nothing)
+            gates = np.full((len(self.rows), HEADS, 3), np.nan, np.float32) if self.has_gates else None
+            self.cache.append(nothing, nothing, gates=gates)
             by_row |= len(set(self.held)) > 1  # one length for all would leave NaN in a shorter row
         if by_row:
             lengths = [max(n - int(self.random.integers(back + 1)), 0) for n in self.held]
@@ -247,12 +275,13 @@ class Machine(RuleBasedStateMachine):
             lengths = [min(n, max(max(self.held) - back, 0)) for n in self.held]
             self.cache.truncate(max(max(self.held) - back, 0))
         self.rows = [row[:, :, :n] for row, n in zip(self.rows, lengths, strict=True)]
+        self.gates = [row[:, :n] for row, n in zip(self.gates, lengths, strict=True)]
 
     @rule(indices=st.lists(st.integers(0, 2), min_size=2, max_size=3))
     def select(self, indices: list[int]) -> None:
         indices = [index % len(self.rows) for index in indices]
         self.cache.select_batch(indices)
-        self.rows = [self.rows[index] for index in indices]
+        self.rows, self.gates = ([x[index] for index in indices] for x in (self.rows, self.gates))
 
     @invariant()
     def norms_bound_keys(self) -> None:
