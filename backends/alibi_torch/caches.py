@@ -29,7 +29,7 @@ from alibi_core.backend.checks import (
 )
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import PLAIN, altered, checked, is_special, run
-from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, uses_norms
+from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, unit_strided, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted, has_tangent, needs_gradients
 from alibi_torch._internals import in_transform, is_watched, skipped_by_compilers, version
 
@@ -275,7 +275,8 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         arguments = None
-        if mask is segment_ids is lengths is self.lengths is None and implementation in (None, "tiled"):
+        is_plain = mask is segment_ids is lengths is self.lengths is self.log_gates is None
+        if is_plain and implementation in (None, "tiled"):
             arguments = self._arguments(query, slopes, window_size, scale, tolerance, law)
             step = self._next_step
             if step is not None and step.arguments == arguments and 0 < self.length <= step.biases.shape[-1]:
@@ -322,7 +323,8 @@ class KVCache:
         """Return the result of a step whose arguments have been checked."""
         call = altered(step.call, kv_len=self.length, q_offset=self.length - 1)
         norms = self._norms(NEAR) if uses_norms(call) else None
-        result, _ = attend_last_query(call, query, *self._held_tensors(), norms, step.biases)
+        tensors = unit_strided(query, *self._held_tensors())
+        result, _ = attend_last_query(call, *tensors, norms, step.biases)
         return result.to(call.dtype)
 
     def truncate(self, length: int | Tensor) -> None:

@@ -150,7 +150,7 @@ def _without_gradients(
         result, logsumexp = _rows.forward(call, query, key, value)
         return result.to(call.dtype), logsumexp
     if step.is_last_query(call):
-        result, logsumexp = step.attend_last_query(call, *_dense(query, key, value), norms)
+        result, logsumexp = step.attend_last_query(call, *unit_strided(query, key, value), norms)
         return result.to(call.dtype), logsumexp
     return _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)
 
@@ -168,7 +168,7 @@ def _compute(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the result, in ``dtype``, and the log-sum-exp, ``[batch, num_heads, q_len]``, from a plan."""
-    query, key, value = _dense(query, key, value)
+    query, key, value = unit_strided(query, key, value)
     found = []
     for part, rectangles, row in planned:
         tensors = *part.of_queries(query), *part.of_keys(key, value)
@@ -208,7 +208,7 @@ def _with_key_bias(
     return replace(call, added_key_bias=None), query, key, F.pad(value.to(dtype), (0, group))
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
+def unit_strided(*tensors: Tensor) -> list[Tensor]:
     """Return tensors with a contiguous last axis, as the kernel requires; others are copied.
 
     Tensors with two axes of stride 1 (overlapping windows) are copied too: PyTorch may reorder such axes.
@@ -307,7 +307,7 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
         gates = torch.zeros_like(call.log_gates, dtype=torch.float64)
     elif arguments[-1]:
         sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64)
-    grad, query, key, value, result = _dense(grad, query, key, value, result)
+    grad, query, key, value, result = unit_strided(grad, query, key, value, result)
     with no_autocast("cpu"):  # the caller may run backward under autocast
         for part, rectangles, row in planned:
             own, *tensors = _with_key_bias(part.call, *part.of_queries(query), *part.of_keys(key, value))
