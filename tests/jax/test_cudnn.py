@@ -150,10 +150,12 @@ def lowered(function: Any, *tensors: Any, **jit: Any) -> str:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have JAX believe that there is a GPU with cuDNN."""
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91_500)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    yield
+    jax.clear_caches()  # what was traced is not checked again
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -81,8 +81,9 @@ def alibi_attention(
                 f"in a {type(module).__name__}; attention to another sequence has no distances"
             )
     # Unused slots of a static cache; a mask without the queries' own keys is no such mask, and is refused below.
-    if attention_mask is not None and max(query.shape[2], 2) <= attention_mask.shape[-1] < key.shape[2]:
-        key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))
+    kv_len = 1 if attention_mask is None else attention_mask.shape[-1]
+    if kv_len != 1 and query.shape[2] <= kv_len < key.shape[2]:
+        key, value = (x[:, :, :kv_len] for x in (key, value))
     options |= _mask_options(attention_mask, is_causal, query, key, position_ids)
     options["return_weights"] = _wants_weights(module, kwargs.get("output_attentions"))
     result: Any = attention(query, key, value, slopes, **options)
