@@ -296,6 +296,10 @@ FOUND = (
     Problem((300, 500), (2,), (1, 2), gates="mild", mask="bk", q_offset="array", wrt=("query", "log_gates"), luck=0),
     # A closed gate in a segment between a query and all keys of its own segment.
     Problem((31, 31), segments="pair", gates="closed sometimes", wrt=("value", "log_gates"), tiling=Tiling((1, 4))),
+    # Gates that close within a tile's rows, or between a query and keys of its segment; sums that float32 would round.
+    Problem((257, 257), (2,), (1, 2), head_dim=64, slopes="default", gates="closed sometimes", wrt=TENSORS, seed=14449),
+    Problem((7, 7), (2, 3), (2, 2), gates="closed sometimes", segments="pair", tiling=Tiling((2, 4)), seed=28963),
+    Problem((31, 31), (3,), gates="huge", mask="bhqk", wrt=("key", "log_gates"), seed=2),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend import AttentionCall, join_call, split_call
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, join_call, split_call
 from alibi_core.backend.horizon import entry_of
 
 IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
@@ -77,3 +77,34 @@ def test_a_tile_without_the_keys_of_its_queries_says_that_they_see_none(rules: d
     assert not tile.sees_own_key
     assert not np.any(attends)
     assert not np.any(bias)
+
+
+GATES = np.full((2, 3, 5), -1.0, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"log_gates": GATES[0]}, r"log_gates must have shape \(2, 3, 5\) \(batch, num_heads, kv_len\), got \(3, 5\)"),
+        ({"log_gates": GATES + 2}, "log_gates must be numbers at most 0"),
+        ({"log_gates": np.where(GATES < 0, np.nan, GATES)}, "log_gates must be numbers at most 0"),
+        ({"log_gates": GATES, "is_causal": False}, "log_gates must be None with is_causal=False"),
+        ({"log_gates": GATES, "positions": np.arange(5)}, "log_gates must be None with positions"),
+        ({"log_gates": GATES, "law": "log"}, "log_gates must be None with law 'log'"),
+    ],
+)
+def test_gates_are_those_of_causal_attention_along_the_row(arguments: dict[str, Any], message: str) -> None:
+    query, key = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 1, 5, 4), np.float32)
+    with pytest.raises(ValueError, match=message):
+        AttentionCall.check(query, key, key, **arguments)
+
+
+def test_gates_are_heads_first_whatever_the_layout() -> None:
+    query, key = np.zeros((2, 5, 3, 4), np.float32), np.zeros((2, 5, 1, 4), np.float32)
+    drawn = -np.random.default_rng(0).random((2, 5, 3)).astype(np.float16)
+    call = AttentionCall.check(query, key, key, log_gates=drawn, layout=LENGTH_FIRST, mask=np.arange(5) != 1)
+    expected = drawn.swapaxes(1, 2).astype(np.float32)
+    expected[..., 1] = 0  # a token that is masked forgets nothing
+    np.testing.assert_array_equal(call.log_gates, expected)
+    assert call.log_gates.dtype == np.float32
+    assert not call.slopes.any()

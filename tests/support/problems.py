@@ -215,6 +215,7 @@ ON_LINE = tuple(POINTS)[:7]
 GATES: dict[str, Callable[..., Any]] = {
     "mild": lambda rng, shape: -0.1 * rng.random(shape),
     "strong": lambda rng, shape: -5 * rng.random(shape) ** 4,
+    "huge": lambda rng, shape: -1e4 * rng.random(shape) ** 30,
     "none": lambda rng, shape: np.zeros(shape),
     "closed sometimes": lambda rng, shape: np.where(rng.random(shape) < 0.1, -np.inf, -0.3 * rng.random(shape)),
 }
