@@ -6,6 +6,7 @@ digits of near keys, so every sum here has only terms of one sign: no sum is sub
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from alibi_core._arrays import (
     namespace_of,
     narrowed,
     running_sum,
+    without_gradient,
 )
 from alibi_core._bias import working_dtype
 from alibi_core._distance import difference, exact_sum
@@ -126,7 +128,7 @@ class GateTotals(NamedTuple):
 
     @classmethod
     def of(cls, xp: Namespace, log_gates: Any) -> GateTotals:
-        sums, rests = (_beyond(xp, x) for x in suffix_sums(xp, _finite(xp, log_gates)))
+        sums, rests = (_beyond(xp, x) for x in suffix_sums(xp, finite_gates(xp, log_gates)))
         return cls(sums, rests, running_sum(xp, astype(xp, log_gates == -math.inf, xp.int32)))
 
     def bounds(self, xp: Namespace, origins: Any, keys: Any) -> Any:
@@ -151,7 +153,7 @@ def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     gates of the origin's block. Each is a number and a rest until the last addition, so only three roundings are left.
     """
     lead, kv_len, device, rows = log_gates.shape[:-1], log_gates.shape[-1], device_of(xp, log_gates), origins.shape[-1]
-    gates = _finite(xp, log_gates)
+    gates = finite_gates(xp, log_gates)
     # About as many blocks as keys in a block; one block where sizes are symbols, which no loop can count.
     block = kv_len if is_exporting() else 2 ** (((kv_len - 1).bit_length() + 1) // 2)
     count = 1 if is_exporting() else -(-kv_len // block)
@@ -187,7 +189,7 @@ def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     return xp.reshape(sums, (*lead, rows, count * block))[..., :kv_len]
 
 
-def _finite(xp: Namespace, log_gates: Any) -> Any:
+def finite_gates(xp: Namespace, log_gates: Any) -> Any:
     """Return gates of which closed ones, which are counted apart, are 0."""
     return xp.where(log_gates == -math.inf, 0.0, at_least(xp, log_gates, LOWEST))
 
@@ -204,21 +206,22 @@ def suffix_sums(xp: Namespace, numbers: Any, rests: Any | None = None) -> tuple[
         return rounded, astype(xp, sums - rounded, numbers.dtype)
     pair = numbers, xp.zeros_like(numbers) if rests is None else rests
     if (scan := associative_scan(xp)) is not None:
-        found: tuple[Any, Any] = scan(_pair_sum, pair)
+        found: tuple[Any, Any] = scan(functools.partial(_pair_sum, xp), pair)
         return found
     step, length = 1, numbers.shape[-1]
     while step < length:  # after each pass, an element has the sum of twice as many
-        pair = _pair_sum(pair, tuple(joined(xp, x[..., step:], xp.zeros_like(x[..., :step])) for x in pair))
+        pair = _pair_sum(xp, pair, tuple(joined(xp, x[..., step:], xp.zeros_like(x[..., :step])) for x in pair))
         step *= 2
     return pair
 
 
-def _pair_sum(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the sum of two numbers, each a rounded one and a rest."""
+def _pair_sum(xp: Namespace, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the sum of two numbers, each a rounded one and a rest; rests are constants where gradients are taken."""
     total, rest = exact_sum(one[0], other[0])
-    rest = rest + (one[1] + other[1])
+    # The derivative of a rest is 0, but as a difference of larger numbers it would be their rounding.
+    rest = without_gradient(xp, rest + (one[1] + other[1]))
     rounded = total + rest
-    return rounded, rest - (rounded - total)
+    return rounded, without_gradient(xp, rest - (rounded - total))
 
 
 def _beyond(xp: Namespace, sums: Any) -> Any:

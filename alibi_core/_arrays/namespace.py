@@ -341,7 +341,7 @@ def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
     if _is_jax(xp):
         return xp.take_along_axis(array, index, axis=axis, mode="clip")  # the default mode tests each index
     if _is_mlx(xp):
-        index = xp.stop_gradient(index)  # MLX would differentiate indices that depend on differentiated arrays
+        index = without_gradient(xp, index)  # MLX would differentiate indices that depend on differentiated arrays
     return xp.take_along_axis(array, index, axis=axis)
 
 
@@ -368,6 +368,15 @@ def joined(xp: Namespace, one: Any, other: Any) -> Any:
     """``xp.concat`` along the last axis; one chunk in Dask, which would divide the result of each further step."""
     found = xp.concat([one, other], axis=-1)
     return found.rechunk(-1) if library_name(xp) == "dask.array" else found
+
+
+def without_gradient(xp: Namespace, array: Any) -> Any:
+    """Return an array as a constant where gradients are taken."""
+    if _is_mlx(xp):
+        return xp.stop_gradient(array)
+    if _is_jax(xp):
+        return sys.modules["jax"].lax.stop_gradient(array)
+    return array.detach() if library_name(xp) == "torch" else array
 
 
 def extended(xp: Namespace, array: Any, missing: int) -> Any:
