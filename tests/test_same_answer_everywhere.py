@@ -256,7 +256,7 @@ DIFFERENTIATED = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 # --- The properties ---------------------------------------------------------------------------------------------------
 
-WITHOUT_GATES = ("alibi_jax", "alibi_mlx")  # backends whose attention does not have the argument yet
+WITHOUT_GATES = ("alibi_mlx",)  # backends whose attention does not have the argument yet
 SIBLINGS = 8  # values for each compiled program
 FOUND = (
     # A sum's gradients alone: with one number repeated as cotangent, XLA's compiler makes other programs.
@@ -283,6 +283,8 @@ FOUND = (
     Problem((257, 257), (2,), (1, 2), head_dim=64, slopes="default", gates="closed sometimes", wrt=TENSORS, seed=14449),
     Problem((7, 7), (2, 3), (2, 2), gates="closed sometimes", segments="pair", tiling=Tiling((2, 4)), seed=28963),
     Problem((31, 31), (3,), gates="huge", mask="bhqk", wrt=("key", "log_gates"), seed=2),
+    # Several blocks of keys, the last of which begins with keys of the one before, and rows that some of them are past.
+    Problem((300, 500), (2,), (1, 2), gates="mild", mask="bk", q_offset="array", wrt=("query", "log_gates"), luck=0),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),

@@ -18,6 +18,7 @@ from alibi_core._call import BiasTerms as BiasTerms
 from alibi_core._call import axis_of as axis_of
 from alibi_core._call import join_call as join_call
 from alibi_core._call import split_call as split_call
+from alibi_core._distance import exact_sum as exact_sum
 from alibi_core._distance import fixed_positions as fixed_positions
 from alibi_core._distance import no_gradient as no_gradient
 from alibi_core._distance import penalty as penalty
@@ -25,6 +26,7 @@ from alibi_core._distance import penalty_beyond as penalty_beyond
 from alibi_core._distance import relative_points as relative_points
 from alibi_core._distance import relative_position as relative_position
 from alibi_core._gates import GateTotals as GateTotals
+from alibi_core._gates import finite_gates as finite_gates
 from alibi_core._gates import gate_sums as gate_sums
 from alibi_core._gates import suffix_sums as suffix_sums
 from alibi_core._horizon import Explanation as Explanation

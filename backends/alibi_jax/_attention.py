@@ -22,6 +22,7 @@ def attention(
     *,
     is_causal: bool = True,
     future_slopes: jax.Array | None = None,
+    log_gates: jax.Array | None = None,
     q_offset: int | jax.Array | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     window_size: int | None = None,
@@ -44,10 +45,11 @@ def attention(
     prove that their weights sum to at most ``tolerance``. Second derivatives need memory for all scores; forward mode
     needs ``"dense"``.
 
-    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``), ``jax.checkpoint``
-    and ``jax.shard_map``, and partitions batch and heads as the arrays are sharded. Arrays may be traced;
-    ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
-    ``allow_negative_slopes`` and ``implementation`` are Python values. The sign of traced slopes is not checked.
+    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes``, ``future_slopes`` and ``log_gates``),
+    ``jax.checkpoint`` and ``jax.shard_map``, and partitions batch and heads as the arrays are sharded. Arrays may be
+    traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
+    ``allow_negative_slopes`` and ``implementation`` are Python values. The signs of traced slopes and gates are not
+    checked.
 
     The result and the log-sum-exps that gradients need have the name ``"alibi_residuals"``: with ``jax.checkpoint(...,
     policy=jax.checkpoint_policies.save_only_these_names("alibi_residuals"))`` attention is not computed again.
@@ -62,6 +64,7 @@ def attention(
       before lengths, as in every mask of JAX.
     - ``slopes``: Required inside ``jax.shard_map`` and ``jax.pmap`` if the query is divided, as its heads may be: the
       slopes of the heads that it has.
+    - ``log_gates``: ``[batch, kv_len, num_heads]``. ``"tpu"`` takes none.
     - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
       max|value|``. Default: the rounding error of the dtype. 0 computes every score.
     - ``dropout``: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in
@@ -95,11 +98,12 @@ def attention(
     """
     for name, array in (("query", query), ("key", key), ("value", value)):
         sizes = getattr(array, "shape", ())[-3:]
-        if any(map(is_dimension, sizes[implementation == "dense" :])):  # the checks below would compare symbols
+        may_be_long = implementation == "dense" and log_gates is None
+        if any(map(is_dimension, sizes[may_be_long:])):  # the checks below would compare symbols
             raise ValueError(
                 f"{name} must have a length, heads and head_dim that are numbers, got {sizes}; in jax.export only axes "
-                "of the batch may be symbols, and the length with implementation='dense': else pad texts to a few "
-                "lengths, hide the padding by mask, and export each"
+                "of the batch may be symbols, and the length with implementation='dense' and no log_gates: else pad "
+                "texts to a few lengths, hide the padding by mask, and export each"
             )
     call = AttentionCall.check(
         query,
@@ -108,6 +112,7 @@ def attention(
         slopes,
         is_causal=is_causal,
         future_slopes=future_slopes,
+        log_gates=log_gates,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,

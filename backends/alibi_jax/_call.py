@@ -26,6 +26,14 @@ def _unflatten(static: Any, arrays: tuple[Any, ...]) -> AttentionCall:
 jax.tree_util.register_pytree_node(AttentionCall, _flatten, _unflatten)
 
 
+MOVING = ("slopes", "future_slopes", "log_gates")  # the arrays of a call that have gradients
+
+
+def moving_arrays(call: AttentionCall) -> dict[str, Any]:
+    """Return the arrays of a call that have gradients, by name."""
+    return {name: x for name in MOVING if (x := getattr(call, name)) is not None}
+
+
 class OtherKeys(NamedTuple):
     """Marks operands that hold only a part of the keys. Distances then count from the query, without a shift per row.
 

@@ -48,6 +48,8 @@ class KVCache:
         values: ``[batch_size, num_kv_heads, max_length, head_dim]``, in use as ``keys``.
         key_norms: ``[batch_size, num_kv_heads, blocks]``, float32 (float64 for float64 keys): upper bounds of the norms
             of each block of 128 keys, from which the horizon of a query follows.
+        log_gates: ``[batch_size, gate_heads, max_length]``, logarithms of forget gates, in the dtype of ``key_norms``;
+            None without ``gate_heads``.
 
     Args:
         batch_size: Number of sequences.
@@ -56,6 +58,7 @@ class KVCache:
             kernel reads in place.
         head_dim: Features per head.
         dtype: Dtype of keys and values.
+        gate_heads: Number of query heads whose forget gates are cached beside the keys. Default: there are no gates.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -72,17 +75,28 @@ class KVCache:
     keys: jax.Array
     values: jax.Array
     key_norms: jax.Array
+    log_gates: jax.Array | None
     _ends: jax.Array  # number of cached tokens, int32: a scalar, or [batch_size] if the lengths of rows differ
 
     def __init__(
-        self, batch_size: int, num_kv_heads: int, max_length: int, head_dim: int, *, dtype: Any = jnp.float32
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        dtype: Any = jnp.float32,
+        gate_heads: int | None = None,
     ) -> None:
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
         shape = [positive_int(name, n) for name, n in sizes.items()]
         shape[2] += -shape[2] % NORM_BLOCK if shape[2] > NORM_BLOCK else 0
         dtype = floating_dtype("dtype", dtype)
         norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), np.promote_types(dtype, np.float32))
-        self._set(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
+        gates = None
+        if gate_heads is not None:
+            gates = jnp.zeros((shape[0], positive_int("gate_heads", gate_heads), shape[2]), norms.dtype)
+        self._set(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, gates, jnp.zeros((), jnp.int32))
 
     def _set(self, *leaves: Any) -> KVCache:
         vars(self).update(zip(_LEAVES, leaves, strict=True))
@@ -116,7 +130,14 @@ class KVCache:
         sizes, length = (batch_size, num_kv_heads, head_dim), "traced" if held is None else held
         return cache_summary("KVCache", sizes, length, max_length, self.nbytes)
 
-    def append(self, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None) -> KVCache:
+    def append(
+        self,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        log_gates: jax.Array | None = None,
+    ) -> KVCache:
         """Return the cache with the keys and values of new tokens appended.
 
         Args:
@@ -124,9 +145,11 @@ class KVCache:
             value: ``[batch, new, num_kv_heads, head_dim]``.
             lengths: ``[batch]`` integers: the number of new tokens in each row, for prompts of different lengths with
                 padding at the end. Later tokens follow them directly. Default: all ``new`` tokens.
+            log_gates: ``[batch, new, gate_heads]``, the logarithms of the new tokens' forget gates; required if the
+                cache has them.
 
         Raises:
-            TypeError: If an argument is no floating array of four axes.
+            TypeError: If an argument is no floating array, or key or value lacks four axes.
             ValueError: If sizes or dtype differ from the cache's, or the cache is full (if its length is not traced).
         """
         if self.keys.ndim != 4:
@@ -137,20 +160,28 @@ class KVCache:
         sizes = batch_size, num_kv_heads, head_dim, head_dim
         check_new_tokens(jnp, key, value, sizes, self.keys.dtype, length_axis=1)
         new = key.shape[1]
-        if lengths is not None or self.lengths is not None:
-            return self._append_by_row(key, value, _counts(lengths, batch_size, new, max_length))
-        check_room(new, max_length, _concrete(self._ends))
+        expected = None if self.log_gates is None else (batch_size, new, self.log_gates.shape[1])
+        if expected != (None if log_gates is None else tuple(checks.array("log_gates", log_gates).shape)):
+            has = "no gates (see gate_heads)" if expected is None else f"gates, {expected} (batch, new, gate_heads)"
+            given = None if log_gates is None else tuple(log_gates.shape)
+            raise ValueError(f"log_gates must fit a cache that has {has}, got {given}")
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
+        gates = None
+        if log_gates is not None:
+            gates = jnp.swapaxes(checks.floating_array(jnp, "log_gates", log_gates), 1, 2).astype(self.log_gates.dtype)
+        if lengths is not None or self.lengths is not None:
+            return self._append_by_row((key, value, gates), _counts(lengths, batch_size, new, max_length))
+        check_room(new, max_length, _concrete(self._ends))
         norms = norm_bounds(key.astype(self.key_norms.dtype))  # [batch, num_kv_heads, new]
         blocks = (self._ends + jnp.arange(new)) // NORM_BLOCK
-        return _cache(
-            jax.lax.dynamic_update_slice_in_dim(self.keys, key, self._ends, axis=2),
-            jax.lax.dynamic_update_slice_in_dim(self.values, value, self._ends, axis=2),
-            jnp.asarray(self.key_norms).at[:, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
-            self._ends + new,
+        keys, values, gates = (
+            None if x is None else jax.lax.dynamic_update_slice_in_dim(held, x, self._ends, axis=2)
+            for held, x in ((self.keys, key), (self.values, value), (self.log_gates, gates))
         )
+        key_norms = jnp.asarray(self.key_norms).at[:, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop")
+        return _cache(keys, values, key_norms, gates, self._ends + new)
 
-    def _append_by_row(self, key: jax.Array, value: jax.Array, counts: jax.Array) -> KVCache:
+    def _append_by_row(self, tokens: tuple[Any, ...], counts: jax.Array) -> KVCache:
         length = self._ends + counts  # [batch]
         held, most = _concrete(self.length), _concrete(jnp.max(length))
         if held is not None and most is not None:
@@ -159,11 +190,12 @@ class KVCache:
         like = jnp.zeros_like(self.key_norms, jnp.int32).max(axis=(1, 2))  # [batch]
         starts = like + (length - counts)
 
-        def appended(held: tuple[jax.Array, ...], key: jax.Array, value: jax.Array, start: Any, count: Any) -> Any:
-            held_keys, held_values, key_norms = held  # [num_kv_heads, max_length, head_dim], and [num_kv_heads, blocks]
-            key, value = jnp.swapaxes(key, 0, 1), jnp.swapaxes(value, 0, 1)
+        def appended(held: tuple[Any, ...], tokens: tuple[Any, ...], start: Any, count: Any) -> Any:
+            # [num_kv_heads, max_length, head_dim], [num_kv_heads, blocks] and [gate_heads, max_length]
+            held_keys, held_values, key_norms, held_gates = held
+            key, value, gates = tokens
             norms = jax.lax.stop_gradient(norm_bounds(key.astype(key_norms.dtype)))  # [num_kv_heads, new]
-            places = jnp.arange(key.shape[1])
+            places = jnp.arange(key.shape[1])  # of the new tokens
             # Padding gets an out-of-range slot and block, so that mode="drop" ignores it.
             slots = jnp.where(places < count, start + places, self.max_length)
             blocks = jnp.where(slots < self.max_length, slots // NORM_BLOCK, key_norms.shape[1])
@@ -171,10 +203,11 @@ class KVCache:
                 held_keys.at[:, slots].set(key, mode="drop"),
                 held_values.at[:, slots].set(value, mode="drop"),
                 key_norms.at[:, blocks].max(norms, mode="drop"),
+                None if gates is None else held_gates.at[:, slots].set(gates, mode="drop"),
             )
 
-        held_arrays = tuple(map(jnp.asarray, (self.keys, self.values, self.key_norms)))
-        return _cache(*jax.vmap(appended)(held_arrays, key, value, starts, like + counts), starts + counts)
+        held = jax.tree.map(jnp.asarray, (self.keys, self.values, self.key_norms, self.log_gates))
+        return _cache(*jax.vmap(appended)(held, tokens, starts, like + counts), starts + counts)
 
     @explains_keywords
     def attend(
@@ -192,6 +225,8 @@ class KVCache:
         law: str = "linear",
     ) -> jax.Array:
         """Return the causal attention of the last cached tokens over all cached tokens; read only the needed keys.
+
+        A cache with forget gates applies them; ``slopes`` then default to zeros.
 
         Arguments that are not listed are those of :func:`alibi_jax.attention`.
 
@@ -221,7 +256,7 @@ class KVCache:
             check_covered(columns, held)
             return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, max(self.max_length - columns, 0))])
 
-        rules = {"window_size": window_size, "scale": scale, "law": law}
+        rules = {"window_size": window_size, "scale": scale, "law": law, "log_gates": self.log_gates}
         rules |= over_keys(over_slots, mask, segment_ids)
         # Validate in heads-first layout: transposing the cache would copy it.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
@@ -262,7 +297,7 @@ class KVCache:
         # A negative length is traced, or it would have raised: it makes the cache invalid.
         kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self._ends, length))
         length = jnp.where(self._ends > self.max_length, self._ends, kept)
-        return _cache(self.keys, _of_first(self.values, length), self.key_norms, length)
+        return _cache(self.keys, _of_first(self.values, length), self.key_norms, self.log_gates, length)
 
     def select_batch(self, indices: jax.Array) -> KVCache:
         """Return the cache of the sequences at ``indices``, ``[new batch]`` integers, which may repeat.

@@ -60,6 +60,15 @@ def test_transformations_keep_attention_exact(implementation: str) -> None:
     for transformed in (mapped, jax.jit(mapped), jax.checkpoint(function)):
         assert_within(np.asarray(transformed(*qkv, jnp.asarray(SLOPES)), np.float64), answer)
 
+    def gated(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array) -> jax.Array:
+        """Constant gates are causal ALiBi."""
+        gates = -jnp.broadcast_to(slopes, (*key.shape[:-2], HEADS))
+        return alibi_jax.attention(query, key, value, log_gates=gates, scale=0.7, implementation=implementation)
+
+    answer = exact(*qkv, scale=0.7)
+    for transformed in (jax.jit(jax.vmap(gated, in_axes=(0, 0, 0, None))), jax.checkpoint(gated)):
+        assert_within(np.asarray(transformed(*qkv, jnp.asarray(SLOPES)), np.float64), answer)
+
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("per_entry", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -338,6 +347,9 @@ def test_lengths_that_are_symbols_are_refused_in_words() -> None:
         program(symbolic, symbolic, symbolic)
     with pytest.raises(ValueError, match="key must have"):
         program(known, symbolic, symbolic)
+    gated = export.export(jax.jit(functools.partial(alibi_jax.attention, implementation="dense")))
+    with pytest.raises(ValueError, match="query must have .*length.*'dense' and no log_gates"):
+        gated(symbolic, symbolic, symbolic, log_gates=jax.ShapeDtypeStruct((1, length, 2), jnp.float32))
 
 
 @pytest.mark.parametrize("rules", [{}, {"is_causal": False}, {"window_size": 3}, {"q_len": 1}], ids=str)

@@ -170,15 +170,26 @@ def test_a_cache_can_be_mapped_and_shown_whatever_its_leaves_are() -> None:
     assert "length=traced" in str(jax.eval_shape(lambda: tree))
 
 
+@pytest.mark.parametrize("has_gates", [True, False])
 @pytest.mark.parametrize("lengths", [(4, 2), pytest.param((4, 4), marks=pytest.mark.slow)])
-def test_a_scan_decodes_rows_of_any_lengths_in_one_program(lengths: tuple[int, int]) -> None:
+def test_a_scan_decodes_rows_of_any_lengths_in_one_program(lengths: tuple[int, int], has_gates: bool) -> None:
     arrays = np.random.default_rng(0).standard_normal((3, 2, 8, 2, 4)).astype(np.float32)
     query, key, value = map(jnp.asarray, arrays)
     counts = jnp.asarray(lengths) if len({*lengths}) > 1 else None
-    prompts = KVCache(2, 2, 8, 4).append(key[:, :4], value[:, :4], lengths=counts)
+    gates = np.float32(-0.5) * np.abs(arrays[0, ..., 0]) if has_gates else None  # [row, token, head]
+    prompts = KVCache(2, 2, 8, 4, gate_heads=2 if has_gates else None)
+    prompts = prompts.append(key[:, :4], value[:, :4], lengths=counts, log_gates=gates[:, :4] if has_gates else None)
+    if has_gates:  # forgotten again, what others append in its place is all that counts
+        more = prompts.append(key[:, :2], value[:, :2], log_gates=gates[:, :2] * 9)
+        prompts = more.truncate(4 if counts is None else counts)
+        with pytest.raises(ValueError, match=r"log_gates must fit a cache that has gates, \(2, 2, 2\) .*, got None"):
+            prompts.append(key[:, :2], value[:, :2])
+        with pytest.raises(ValueError, match=r"log_gates must fit a cache that has no gates .*, got \(2, 2, 2\)"):
+            KVCache(2, 2, 8, 4).append(key[:, :2], value[:, :2], log_gates=gates[:, :2])
 
     def step(cache: KVCache, i: Any) -> Any:
-        cache = cache.append(*(jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (key, value)))
+        new = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1), (key, value, gates))
+        cache = cache.append(*new[:2], log_gates=new[2])
         return cache, cache.attend(jax.lax.dynamic_slice_in_dim(query, i, 1, axis=1))[:, 0]
 
     decoded = jax.jit(lambda cache: jax.lax.scan(step, cache, jnp.arange(4, 8)))
@@ -187,8 +198,10 @@ def test_a_scan_decodes_rows_of_any_lengths_in_one_program(lengths: tuple[int, i
     assert np.broadcast_to(cache.length if counts is None else cache.lengths, 2).tolist() == [n + 4 for n in lengths]
     _, overflown = decoded(cache)
     for row, length in enumerate(lengths):
-        parts = (np.concatenate([x[row, :length], x[row, 4:]]).swapaxes(0, 1) for x in arrays)
-        expected = alibi_core.attention(*parts).swapaxes(0, 1)[length:]
+        of_row = [
+            np.concatenate([x[row, :length], x[row, 4:]]).swapaxes(0, 1) for x in (*arrays, gates) if x is not None
+        ]
+        expected = alibi_core.attention(*of_row[:3], log_gates=of_row[3] if has_gates else None).swapaxes(0, 1)[length:]
         np.testing.assert_allclose(found[:, row], expected, rtol=1e-5, atol=1e-5)
         assert np.isnan(overflown[4 - length :, row]).all()  # once there is no more room
         assert np.isfinite(overflown[: 4 - length, row]).all()

@@ -216,11 +216,16 @@ def uneven_key_heads() -> None:
     def answers(attend: Callable[..., jax.Array], *arrays: jax.Array) -> list[jax.Array]:
         return [attend(*arrays[:3], arrays[4]), *gradients(attend, *arrays)]
 
+    def gated(*arrays: Any) -> jax.Array:
+        """Constant gates are ALiBi, with its gradients; the gates are not divided where the query is."""
+        *tensors, slopes = arrays
+        return attention(*tensors, log_gates=-jnp.broadcast_to(slopes, (2, 300, slopes.size)))
+
     dense = functools.partial(attention, implementation="dense")
     for heads, kv_heads, count in ((8, 2, 8), (6, 3, 2), (8, 2, 4), (8, 4, 4)):
         mesh = jax.make_mesh((count,), ("heads",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:count])
         arrays = [*normal(2, 300, heads, kv_heads, kv_heads, heads), 2.0 ** -jnp.arange(1.0, heads + 1)]
-        for attend, right in ((attention, dense), (dense, dense), (with_weights, with_weights)):
+        for attend, right in ((attention, dense), (gated, dense), (dense, dense), (with_weights, with_weights)):
             expected = answers(right, *arrays)
             with jax.set_mesh(mesh):
                 placed = [jax.device_put(arrays[0], NamedSharding(mesh, Spec(None, None, "heads"))), *arrays[1:]]

@@ -51,6 +51,8 @@ def refusal(implementation: Implementation, call: AttentionCall, target: Target 
         return None if name == "dense" else call.dense_only
     if name == "tiled":
         return None
+    if call.log_gates is not None:
+        return "takes no log_gates"
     if not call.is_linear:
         return "takes no positions and the linear law alone"
     if target is None:

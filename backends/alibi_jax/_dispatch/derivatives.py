@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from alibi_core.backend import AttentionCall, dense_attention, no_gradient
-from alibi_jax._call import Operands
+from alibi_jax._call import MOVING, Operands
 from alibi_jax._compatible import broadcasting, materialised
 
 RESIDUALS = "alibi_residuals"  # their name in policies of jax.checkpoint
@@ -55,7 +55,7 @@ def dense(call: AttentionCall, *tensors: jax.Array, dropout_key: jax.Array | Non
 def differentiable(
     forward: Callable[..., tuple[jax.Array, Any]], backward: Callable[..., list[jax.Array]]
 ) -> Callable[[Any, Operands], jax.Array]:
-    """Return the attention of operands as a function with gradients of query, key, value, slopes and future slopes.
+    """Return the attention of operands as a function with gradients of query, key, value and :data:`MOVING`.
 
     The function takes hashable options and the operands, and returns a result with the query's dtype.
 
@@ -65,7 +65,8 @@ def differentiable(
             which follows from the result. A rounded result would shift it by the same amount in all scores of a row;
             summed over keys, the shift grows without bound.
         backward: Takes the options, the operands, that result, the residuals, the cotangent, and whether gradients of
-            slopes are needed. Returns the gradients of query, key, value and, if needed, of each entry's slopes.
+            the call's arrays are needed. Returns the gradients of query, key, value and, if needed, of each entry's
+            arrays.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,7 +74,7 @@ def differentiable(
         return forward(options, _joined(moving, others), False)[0].astype(moving[0].dtype)
 
     def forward_rule(options: Any, moving: Any, others: Any) -> tuple[jax.Array, Any]:
-        # The shape of a residual, [1] or [0], says statically whether slopes have gradients. Its pytree structure must
+        # The shape of a residual, [1] or [0], says statically whether the call has gradients. Its pytree structure must
         # not: JAX keeps one structure for a traced function, whichever arguments have gradients.
         marker = jnp.zeros(int(any(x is not None and x.perturbed for x in moving[3:])))
         moving, others = jax.tree.map(lambda x: x.value, (moving, others), is_leaf=lambda x: hasattr(x, "perturbed"))
@@ -82,24 +83,25 @@ def differentiable(
 
     def backward_rule(options: Any, saved: Any, cotangent: Any) -> tuple[Any, None]:
         moving, others, result, residuals, marker = saved
-        slopes_too = marker.size > 0
+        call_too = marker.size > 0
         if isinstance(cotangent, SymbolicZero):
             return None, None
-        dtype, slopes = moving[0].dtype, [x for x in moving[3:] if x is not None]
-        operands = _joined(moving, others)
-        found = backward(options, operands, result, residuals, cotangent.astype(dtype), slopes_too)
+        dtype, operands = moving[0].dtype, _joined(moving, others)
+        found = iter(backward(options, operands, result, residuals, cotangent.astype(dtype), call_too))
+        of_tensors = [next(found).astype(dtype) for _ in range(3)]
         # JAX requires gradients of slopes even if they were not requested: return zeros.
-        of_slopes = map(_summed_as, found[3:], slopes) if slopes_too else map(jnp.zeros_like, slopes)
-        return (*(x.astype(dtype) for x in found[:3]), *of_slopes, *[None] * (2 - len(slopes))), None
+        of_call = [
+            None if x is None else _summed_as(next(found), x) if call_too else jnp.zeros_like(x) for x in moving[3:]
+        ]
+        return (*of_tensors, *of_call), None
 
     attend.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
 
     def of_operands(options: Any, operands: Operands) -> jax.Array:
-        call = operands.call
-        others = replace(call, slopes=None, future_slopes=None)
+        others = replace(operands.call, **dict.fromkeys(MOVING))
         return attend(
             options,
-            (*operands[:3], call.slopes, call.future_slopes),
+            (*operands[:3], *(getattr(operands.call, name) for name in MOVING)),
             operands._replace(query=None, key=None, value=None, call=others),
         )
 
@@ -107,8 +109,8 @@ def differentiable(
 
 
 def _joined(moving: Any, others: Operands) -> Operands:
-    query, key, value, slopes, future_slopes = moving
-    call = replace(others.call, slopes=slopes, future_slopes=future_slopes)
+    query, key, value, *of_call = moving
+    call = replace(others.call, **dict(zip(MOVING, of_call, strict=True)))
     return others._replace(query=query, key=key, value=value, call=call)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from alibi_jax import _tiled, _tpu
-from alibi_jax._call import Operands
+from alibi_jax._call import Operands, moving_arrays
 from alibi_jax._compatible import Target, is_zero, new_primitive, shaped_as, varying_alike
 from alibi_jax._dispatch.choice import Implementation, choose, refusal
 from alibi_jax._dispatch.derivatives import dense
@@ -43,16 +44,16 @@ def backward(
     result: jax.Array,
     log_sum_exps: jax.Array,
     cotangent: jax.Array,
-    slopes_too: bool,
+    call_too: bool,
 ) -> list[jax.Array]:
-    """Return the gradients of query, key, value and, with ``slopes_too``, of the call's slopes and future slopes.
+    """Return the gradients of query, key, value and, with ``call_too``, of the call's :data:`MOVING` arrays.
 
-    The gradients of slopes are ``[batch, num_heads]``. With ``other_keys``, result and log-sum-exps cover all keys, the
-    log-sum-exps are +inf for queries to skip, and the gradients, in the working dtype, are the contribution of the
-    operands' keys.
+    The gradients of slopes are ``[batch, num_heads]``, those of gates ``[batch, num_heads, kv_len]``. With
+    ``other_keys``, result and log-sum-exps cover all keys, the log-sum-exps are +inf for queries to skip, and the
+    gradients, in the working dtype, are the contribution of the operands' keys.
     """
     leaves, structure = jax.tree.flatten(operands)
-    parameters = {"structure": structure, "implementation": implementation, "slopes_too": slopes_too}
+    parameters = {"structure": structure, "implementation": implementation, "call_too": call_too}
     return _backward.bind(result, log_sum_exps, cotangent, *leaves, **parameters)
 
 
@@ -77,17 +78,15 @@ def _run_forward(
     return _tiled.forward(operands, dtype, all_heads=_all_heads(target))[: 1 + with_log_sum_exps]
 
 
-def _run_backward(
-    target: Target, *leaves: Any, structure: Any, implementation: Any, slopes_too: bool
-) -> list[jax.Array]:
+def _run_backward(target: Target, *leaves: Any, structure: Any, implementation: Any, call_too: bool) -> list[jax.Array]:
     result, log_sum_exps, cotangent, *leaves = leaves
     operands = _unpacked(structure, leaves)
     chosen = choose(implementation, operands.call, target)
     if isinstance(chosen, TPU):
-        found = _tpu.backward(operands, result, log_sum_exps, cotangent, chosen, slopes_too=slopes_too)
+        found = _tpu.backward(operands, result, log_sum_exps, cotangent, chosen, slopes_too=call_too)
     else:
         found = _tiled.backward(
-            operands, result, log_sum_exps, cotangent, all_heads=_all_heads(target), slopes_too=slopes_too
+            operands, result, log_sum_exps, cotangent, all_heads=_all_heads(target), call_too=call_too
         )
     return [x.astype(dtype) for x, dtype in zip(found, _gradient_dtypes(operands), strict=False)]
 
@@ -99,7 +98,7 @@ def _all_heads(target: Target) -> bool:
 
 def _gradient_dtypes(operands: Operands) -> list[Any]:
     working = operands.call.working_dtype
-    return [working if operands.other_keys is not None else x.dtype for x in operands[:3]] + [working] * 2
+    return [working if operands.other_keys is not None else x.dtype for x in operands[:3]] + [working] * 3
 
 
 def _forward_types(*leaves: Any, structure: Any, with_log_sum_exps: bool, **_: Any) -> list[Any]:
@@ -109,10 +108,10 @@ def _forward_types(*leaves: Any, structure: Any, with_log_sum_exps: bool, **_: A
     return [shaped_as(query, shape, working) for shape in (query.shape, query.shape[:3])]
 
 
-def _backward_types(*leaves: Any, structure: Any, slopes_too: bool, **_: Any) -> list[Any]:
+def _backward_types(*leaves: Any, structure: Any, call_too: bool, **_: Any) -> list[Any]:
     operands = _unpacked(structure, leaves[3:])
-    count = 0 if not slopes_too else 1 if operands.call.future_slopes is None else 2
-    shapes = [*(x.shape for x in operands[:3]), *[operands.query.shape[:2]] * count]
+    arrays = moving_arrays(operands.call).values() if call_too else ()
+    shapes = [*(x.shape for x in operands[:3]), *((*operands.query.shape[:2], *x.shape[2:]) for x in arrays)]
     dtypes = _gradient_dtypes(operands)
     return [shaped_as(operands.query, *both) for both in zip(shapes, dtypes, strict=False)]
 
@@ -155,17 +154,16 @@ def _dense_forward(*leaves: Any, structure: Any, with_log_sum_exps: bool, **_: A
     return [result.astype(operands.call.working_dtype), sums] if with_log_sum_exps else [result]
 
 
-def _dense_backward(_: Any, __: Any, cotangent: Any, *leaves: Any, structure: Any, slopes_too: bool, **___: Any) -> Any:
+def _dense_backward(_: Any, __: Any, cotangent: Any, *leaves: Any, structure: Any, call_too: bool, **___: Any) -> Any:
     operands = _unpacked(structure, leaves)
-    count = 3 if not slopes_too else 4 if operands.call.future_slopes is None else 5
-    # Slopes, which the leaves have after query, key and value, have one gradient per batch entry.
-    moving = [*leaves[:3], *(jnp.broadcast_to(x, operands.query.shape[:2]) for x in leaves[3:count])]
+    given = moving_arrays(operands.call) if call_too else {}
+    # There is one gradient per batch entry, also of arrays that entries share.
+    arrays = [jnp.broadcast_to(x, (*operands.query.shape[:2], *x.shape[2:])) for x in given.values()]
 
-    def function(*moving: Any) -> jax.Array:
-        operands = _unpacked(structure, [*moving, *leaves[count:]])
-        return dense(operands.call, *operands[:3])
+    def function(*tensors: Any) -> jax.Array:
+        return dense(replace(operands.call, **dict(zip(given, tensors[3:], strict=True))), *tensors[:3])
 
-    return list(jax.vjp(function, *moving)[1](cotangent))
+    return list(jax.vjp(function, *operands[:3], *arrays)[1](cotangent))
 
 
 def _dense_jvp(

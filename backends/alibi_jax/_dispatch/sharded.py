@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from alibi_core.backend import AttentionCall
-from alibi_jax._call import Operands
+from alibi_jax._call import MOVING, Operands
 from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch.choice import Implementation
 from alibi_jax._dispatch.derivatives import dense, differentiable
@@ -73,7 +73,7 @@ def attend(operands: Operands, implementation: Implementation | None) -> jax.Arr
         pairs = zip(wanted, array.shape, strict=False)
         return PartitionSpec(*(None if n % _size(mesh, axis) else axis for axis, n in pairs))
 
-    of_call = {name: spec(x, name in ("slopes", "future_slopes", "mask")) for name, x in operands.call.arrays.items()}
+    of_call = {name: spec(x, name in (*MOVING, "mask")) for name, x in operands.call.arrays.items()}
     specs = jax.tree.map(lambda x: spec(x, True), operands)._replace(call=replace(operands.call, **of_call))
     if stated is None:
         operands = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), operands, specs)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_jax._call import Operands
+from alibi_jax._call import Operands, moving_arrays
 from alibi_jax._tiled.tiles import Rows, Tiles, as_matrices, full_precision
 
 
@@ -19,12 +19,13 @@ def backward(
     cotangent: jax.Array,
     *,
     all_heads: bool,
-    slopes_too: bool,
+    call_too: bool,
 ) -> list[jax.Array]:
-    """Return the gradients of ``sum(result * cotangent)`` for query, key, value and, with ``slopes_too``, the slopes.
+    """Return the gradients of ``sum(result * cotangent)`` for query, key, value and, with ``call_too``, of the call's.
 
     ``result`` and ``log_sum_exps`` come from the forward pass, in the working dtype. Gradients have the working dtype,
-    except the query's, which has the query's. Gradients of slopes are ``[batch, num_heads]``.
+    except the query's, which has the query's. Gradients of slopes are ``[batch, num_heads]``, those
+    of gates ``[batch, num_heads, kv_len]``.
     """
     with full_precision(operands):
         tiles = Tiles(operands, all_heads)
@@ -44,12 +45,16 @@ def backward(
         sums = {"query": jnp.zeros(tiles.query.shape, operands.query.dtype)}
         shape = *tiles.key.shape[:2], 1, 1, *tiles.key.shape[2:]
         sums |= {"key": jnp.zeros(shape, tiles.dtype), "value": jnp.zeros(shape, tiles.dtype)}
-        slopes = {"slopes": tiles.slopes, "future_slopes": tiles.future_slopes} if slopes_too else {}
-        shape = *tiles.sizes.whole[:3], 1, 1
-        sums |= {name: jnp.zeros(shape, tiles.dtype) for name, x in slopes.items() if x is not None}
+        arrays = moving_arrays(tiles.call) if call_too else {}
+        shape = *tiles.sizes.whole[:3], 1
+        sums |= {name: jnp.zeros((*shape, *(x.shape[2:] or (1,))), tiles.dtype) for name, x in arrays.items()}
         found = lax.fori_loop(0, len(tiles.jobs.index), step, sums)
     of_tensors = [tiles.of_heads(found["query"]), *(found[x].reshape(operands.key.shape) for x in ("key", "value"))]
-    return of_tensors + [found[x].reshape(operands.query.shape[:2]) for x in ("slopes", "future_slopes") if x in found]
+    if "log_gates" in found:
+        # A gate counts for all keys before it, in the rows from it on; score gradients of rows before it sum to 0.
+        earlier = jnp.cumsum(found["log_gates"], axis=4) - found["log_gates"]
+        found["log_gates"] = jnp.where(tiles.call.log_gates.reshape(earlier.shape) == -jnp.inf, 0, earlier)
+    return of_tensors + [found[name].reshape(*operands.query.shape[:2], *x.shape[2:]) for name, x in arrays.items()]
 
 
 def _have_mean(key: jax.Array) -> jax.Array:
@@ -78,7 +83,8 @@ def _add_rows(
     query_columns, grad_columns = jnp.swapaxes(rows.query, 2, 3), jnp.swapaxes(grad, 2, 3)
 
     def add(index: jax.Array, found: dict[str, Any]) -> dict[str, Any]:
-        block = tiles.block(rows, index)
+        block = tiles.block(rows, index, found["passed"])
+        found["passed"] = block.passed
         # Clamp at 0, as weights are at most 1: scores above 2**24 are rounded to integers, differently from the forward
         # pass if the order of summation differs.
         weights = jnp.exp(jnp.minimum(block.scores - log_sum_exps, 0))  # [b, h, g, q, k]
@@ -97,6 +103,9 @@ def _add_rows(
         by_value = jnp.einsum("bhdr,bhrk->bhdk", grad_columns, as_matrices(weights))
         for name, part in (("key", by_key), ("value", by_value)):
             found[name] = tiles.put(found[name], jnp.swapaxes(part, 2, 3), block.starts, add=True)
+        if "log_gates" in found:
+            by_gate = jnp.sum(by_score, axis=3, keepdims=True)
+            found["log_gates"] = tiles.put(found["log_gates"], by_gate, block.starts, add=True)
         if "slopes" in found:
             # `reach` is minus the distance plus a constant per row, which the sum over keys cancels.
             by_slope, axes = by_score * block.reach, (3, 4)
@@ -107,9 +116,9 @@ def _add_rows(
             found["slopes"] = found["slopes"] + jnp.sum(by_slope, axis=axes, keepdims=True)
         return found
 
-    # Key and value gradients accumulate over steps; query and slope gradients start from 0 in each step.
+    # Gradients of keys, values and gates accumulate over steps; those of queries and slopes start from 0 in each step.
     start = sums | dict.fromkeys(("query", "mean_key"), jnp.zeros_like(rows.query))
-    start["residual"] = jnp.zeros_like(rows.query[..., :1])
+    start |= {"residual": jnp.zeros_like(rows.query[..., :1]), "passed": rows.passed}
     slopes = [name for name in ("slopes", "future_slopes") if name in sums]
     heads = *rows.query.shape[:2], tiles.sizes.tile[2], 1, 1
     start |= {name: jnp.zeros(heads, tiles.dtype) for name in slopes}
@@ -118,6 +127,7 @@ def _add_rows(
     # product with the mean key, which may be large.
     by_query = (found["query"] - found.pop("residual") * found.pop("mean_key")) * scale
     found["query"] = tiles.put(sums["query"], by_query, rows.starts)
+    del found["passed"]
     for name in slopes:
         found[name] = tiles.put(sums[name], found[name], rows.starts, add=True)
     return found

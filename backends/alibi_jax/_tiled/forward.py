@@ -35,19 +35,19 @@ def forward(operands: Operands, dtype: Any, *, all_heads: bool) -> list[jax.Arra
 def _attend(tiles: Tiles, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Return the result ``[b, h, g * q, d]`` and the log-sum-exps ``[b, h, g, q, 1]`` of a step."""
 
-    def add(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        highest, total, mean = sums
-        block = tiles.block(rows, index)
+    def add(index: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        highest, total, mean, passed = sums
+        block = tiles.block(rows, index, passed)
         higher = jnp.maximum(highest, jnp.max(block.scores, axis=-1, keepdims=True))
         weights = jnp.exp(block.scores - higher)  # [b, h, g, q, k]
         decay = jnp.exp(highest - higher)  # [b, h, g, q, 1]
         total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
         weighted = jnp.einsum("bhrk,bhkd->bhrd", as_matrices(weights), block.value)
-        return higher, total, mean * as_matrices(decay) + weighted
+        return higher, total, mean * as_matrices(decay) + weighted, block.passed
 
     shape = *rows.query.shape[:2], *tiles.sizes.tile[2:4], 1
     start = jnp.full(shape, tiles.blind, tiles.dtype), jnp.zeros(shape, tiles.dtype), jnp.zeros_like(rows.query)
-    highest, total, mean = lax.fori_loop(0, rows.blocks, add, start)
+    highest, total, mean, _ = lax.fori_loop(0, rows.blocks, add, (*start, rows.passed))
     attends = highest != tiles.blind  # True for NaN, so that it propagates
     total = jnp.where(attends, jnp.where(highest == tiles.overflown, jnp.nan, total), 1)
     return mean / as_matrices(total), jnp.where(attends, highest + jnp.log(total), jnp.inf)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_core.backend import reach_of, relative_points
+from alibi_core.backend import exact_sum, finite_gates, gate_sums, reach_of, relative_points
 from alibi_jax._call import Operands, lowest_scores
 from alibi_jax._compatible import materialised
 from alibi_jax._plan import needed_keys
@@ -130,6 +130,10 @@ class Rows(NamedTuple):
     points: jax.Array | None  # [b or 1, 1, 1, q, dims]
     ids: jax.Array | None  # [b or 1, 1, 1, q, 1]
     nearest: jax.Array  # distance of the nearest visible key, which is subtracted from the distances of a row
+    # With gates, else None:
+    origin: jax.Array | None  # [b or 1, h or 1, g or 1, q, 1]: the key from which each query counts gates
+    closed: jax.Array | None  # [b, h, g, q, 1]: the last closed gate up to each query hides all keys before it
+    passed: tuple[jax.Array, jax.Array] | None  # [b, h, g, q, 1]: zeros, the Block.passed of the first block
 
 
 class Block(NamedTuple):
@@ -141,6 +145,7 @@ class Block(NamedTuple):
     scores: jax.Array  # [b, h, g, q, k]; -inf where a key is masked
     reach: jax.Array  # [b, h or 1, g or 1, q, k]: the factor of slopes, nearest distance of the row minus distance
     is_ahead: jax.Array  # True if the key is after the query
+    passed: tuple[jax.Array, jax.Array] | None  # the sums of gates from this block on, as numbers and rests
 
 
 class Tiles:
@@ -173,6 +178,14 @@ class Tiles:
             heads = (1, 1) if call.mask.shape[1] == 1 else (num_kv_heads, group)
             mask = call.mask.reshape(-1, *heads, *call.mask.shape[2:])
             self.mask = mask if mask.shape[3] == 1 else self._padded(mask)
+        self.gates = self.closed = None
+        if call.log_gates is not None:
+            gates = call.log_gates.reshape(-1, num_kv_heads, group, 1, call.kv_len)
+            # The last closed gate up to each key, then up to each query, whose places are [b or 1, 1, 1, q].
+            closed = lax.cummax(jnp.where(gates == -jnp.inf, jnp.arange(call.kv_len, dtype=jnp.int32), 0), axis=4)
+            places = jnp.clip(call.positions()[0], 0, call.kv_len - 1).reshape(-1, 1, 1, call.q_len)
+            self.closed = self._padded(jnp.take_along_axis(closed[:, :, :, 0], places, axis=3, mode="clip")[..., None])
+            self.gates = finite_gates(jnp, gates)
         has_rules = call.mask is not None or call.q_segment_ids is not None or call.q_points is not None
         # True if the nearest key depends on a mask, segments or points, so that _nearest_keys must search for it.
         self.has_hidden_keys = has_rules and not (self.has_other_keys or call.sees_own_key)
@@ -260,11 +273,20 @@ class Tiles:
             None if self.q_points is None else self.cut(self.q_points, starts)[..., 0, :],
             self.cut(self.q_ids, starts),
             jnp.zeros_like(positions) if self.has_other_keys or self.q_points is not None else outside,
+            *(None, self.cut(self.closed, starts), None),
         )
-        return rows._replace(nearest=self._nearest_keys(rows)) if self.has_hidden_keys else rows
+        rows = rows._replace(nearest=self._nearest_keys(rows)) if self.has_hidden_keys else rows
+        if self.gates is None:
+            return rows
+        none = jnp.zeros_like(rows.closed, self.dtype)
+        return rows._replace(origin=jnp.clip(positions - rows.nearest, 0, last), passed=(none, none))
 
-    def block(self, rows: Rows, index: jax.Array) -> Block:
-        """Return block ``index`` of a step's keys, with its scores."""
+    def block(self, rows: Rows, index: jax.Array, passed: Any) -> Block:
+        """Return block ``index`` of a step's keys, with its scores; with gates, the nearest block is the first.
+
+        ``passed`` is that of the block before: the sums of gates from that block on, up to each query's origin.
+        """
+        index = index if self.gates is None else rows.blocks - 1 - index
         starts, away, rest, visible = self._pairs(rows, index)
         key, value = (self.cut(x, starts, AXES_OF_KEYS).astype(self.dtype) for x in (self.key, self.value))
         is_ahead = away < 0
@@ -274,8 +296,29 @@ class Tiles:
             slopes = jnp.where(is_ahead, rows.future_slopes, slopes)
         # Scale the scores, not the query: XLA flushes subnormal numbers to 0, and scaled tiny queries may be subnormal.
         products = jnp.einsum("bhrd,bhkd->bhrk", rows.query, key).reshape(*self._grouped(rows), -1) * self.call.scale
-        scores = jnp.where(visible, jnp.maximum(products + slopes * reach, self.overflown), -jnp.inf)
-        return Block(starts, key, value, scores, reach, is_ahead)
+        bias = slopes * reach
+        if self.gates is not None:
+            sums, visible, passed = self._gated(rows, rows.first + index * self.sizes.tile[4], starts, visible, passed)
+            bias = bias + sums
+        scores = jnp.where(visible, jnp.maximum(products + bias, self.overflown), -jnp.inf)
+        return Block(starts, key, value, scores, reach, is_ahead, passed)
+
+    def _gated(self, rows: Rows, wanted: jax.Array, starts: Starts, visible: jax.Array, passed: Any) -> tuple[Any, ...]:
+        """Return the sums of gates after each key of a block, which keys are visible, and the block's ``passed``.
+
+        Every sum has terms of one sign, so each is exact to its own rounding.
+        """
+        begin = starts[4].reshape(-1, 1, 1, 1, 1)
+        positions = begin + jnp.arange(self.sizes.tile[4], dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
+        # Keys of the block before, which the last block begins with, are counted there.
+        gates = jnp.where(positions >= wanted, self.cut(self.gates, starts), 0)  # [b, h, g, 1, k]
+        origin = rows.origin - begin
+        inside = jnp.clip(origin, 0, self.sizes.tile[4] - 1)[..., 0]
+        sums = gate_sums(jnp, gates[..., 0, :], inside)  # [b, h, g, q, k]
+        # The sum of the entire block, up to the origin: that after its first key, and the gate of that key.
+        total = jnp.where(origin >= 0, sums[..., :1] + gates[..., :1], 0)
+        number, rest = exact_sum(passed[0], total)
+        return sums + passed[1] + passed[0], visible & (positions >= rows.closed), (number, passed[1] + rest)
 
     def _grouped(self, rows: Rows) -> tuple[int, ...]:
         return *rows.query.shape[:2], *self.sizes.tile[2:4]
