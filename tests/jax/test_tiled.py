@@ -107,6 +107,15 @@ def test_distances_are_counted_from_the_nearest_key_that_is_not_hidden() -> None
     assert_within(computed(case, implementation="tiled")["result"], case.exact("float32").output)
 
 
+def test_gates_are_counted_from_the_nearest_key_that_is_not_hidden() -> None:
+    # Two queries that see the first three keys alone, with a gate between that all of these share.
+    query, key = (jnp.asarray(np.random.default_rng(0).standard_normal((1, n, 1, 4)), jnp.float32) for n in (2, 400))
+    rules = {"mask": jnp.broadcast_to(jnp.arange(400) < 3, (2, 400)), "implementation": "tiled"}
+    small, large = (jnp.full((1, 400, 1), -0.3).at[:, 200].set(x) for x in (-1.0, -1e7))
+    found, expected = (alibi_jax.attention(query, key, key, log_gates=x, **rules) for x in (large, small))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 # --- The guarantee, and what it saves -------------------------------------------------------------------------------
 
 
