@@ -286,7 +286,9 @@ class Tiles:
 
         ``passed`` is that of the block before: the sums of gates from that block on, up to each query's origin.
         """
-        index = index if self.gates is None else rows.blocks - 1 - index
+        if self.gates is not None:  # jobs that have had all their blocks go on beyond them
+            count = -(-(rows.stop - rows.first) // self.sizes.tile[4])
+            index = jnp.where(index < count, count - 1 - index, index)
         starts, away, rest, visible = self._pairs(rows, index)
         key, value = (self.cut(x, starts, AXES_OF_KEYS).astype(self.dtype) for x in (self.key, self.value))
         is_ahead = away < 0
@@ -308,13 +310,21 @@ class Tiles:
 
         Every sum has terms of one sign, so each is exact to its own rounding.
         """
-        begin = starts[4].reshape(-1, 1, 1, 1, 1)
-        positions = begin + jnp.arange(self.sizes.tile[4], dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
+        begin, last = starts[4].reshape(-1, 1, 1, 1, 1), self.sizes.tile[4] - 1
+        positions = begin + jnp.arange(last + 1, dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
         # Keys of the block before, which the last block begins with, are counted there.
-        gates = jnp.where(positions >= wanted, self.cut(self.gates, starts), 0)  # [b, h, g, 1, k]
+        is_counted = (positions >= wanted) & (positions < rows.stop)
+        gates = jnp.where(is_counted, self.cut(self.gates, starts), 0)  # [b, h, g, 1, k]
         origin = rows.origin - begin
-        inside = jnp.clip(origin, 0, self.sizes.tile[4] - 1)[..., 0]
-        sums = gate_sums(jnp, gates[..., 0, :], inside)  # [b, h, g, q, k]
+
+        def up_to(inside: jax.Array) -> jax.Array:
+            sums = gate_sums(jnp, gates[..., 0, :], inside)
+            return jnp.broadcast_to(sums, (*self._grouped(rows), last + 1))  # [b, h, g, q, k]
+
+        # Most blocks end before all origins: there one row serves all queries.
+        is_past = jnp.all((origin >= last) | (wanted >= rows.stop))
+        inside = jnp.clip(origin, 0, last)[..., 0]
+        sums = lax.cond(is_past, lambda: up_to(jnp.full(1, last)), lambda: up_to(inside))
         # The sum of the entire block, up to the origin: that after its first key, and the gate of that key.
         total = jnp.where(origin >= 0, sums[..., :1] + gates[..., :1], 0)
         number, rest = exact_sum(passed[0], total)
