@@ -58,7 +58,8 @@ class KVCache:
             kernel reads in place.
         head_dim: Features per head.
         dtype: Dtype of keys and values.
-        gate_heads: Number of query heads whose forget gates are cached beside the keys. Default: there are no gates.
+        gate_heads: Number of query heads whose forget gates are cached beside the keys. Default: none,
+            unless gates are appended to the empty cache; ``jax.jit`` and ``jax.lax.scan`` must know the number before.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -160,6 +161,10 @@ class KVCache:
         sizes = batch_size, num_kv_heads, head_dim, head_dim
         check_new_tokens(jnp, key, value, sizes, self.keys.dtype, length_axis=1)
         new = key.shape[1]
+        if self.log_gates is None and log_gates is not None and _concrete(self.length) == 0:
+            shape = batch_size, *checks.array("log_gates", log_gates).shape[2:], max_length
+            empty = _cache(*tuple(vars(self).values())[:3], jnp.zeros(shape, self.key_norms.dtype), self._ends)
+            return empty.append(key, value, lengths=lengths, log_gates=log_gates)
         expected = None if self.log_gates is None else (batch_size, new, self.log_gates.shape[1])
         if expected != (None if log_gates is None else tuple(checks.array("log_gates", log_gates).shape)):
             has = "no gates (see gate_heads)" if expected is None else f"gates, {expected} (batch, new, gate_heads)"

@@ -25,6 +25,7 @@ CONFIGURATIONS = {
     "window": {"window_size": 2},
     "learnable": {"learnable_slopes": True, "num_kv_heads": 1, "bias": True},
     "dense": {"implementation": "dense"},
+    "forget gate": {"forget_gate": True, "num_kv_heads": 2},
 }
 
 
@@ -41,6 +42,8 @@ def weights(arguments: dict[str, Any]) -> dict[str, np.ndarray]:
         result |= {f"{name}.bias": rng.standard_normal(shape[0]) for name, shape in shapes.items()}
     if arguments.get("learnable_slopes"):
         result["log_slopes"] = np.log(rng.uniform(0.1, 1.0, heads))
+    if arguments.get("forget_gate"):
+        result |= {"forget_proj.weight": rng.normal(0, 0.1, (heads, embed_dim)), "forget_proj.bias": np.arange(heads)}
     return {name: value.astype(np.float32) for name, value in result.items()}
 
 
@@ -64,6 +67,9 @@ def exact(
         slopes = np.exp(parameters["log_slopes"])
     rules = {name: arguments[name] for name in ("is_causal", "window_size") if name in arguments}
     bias = penalties((*query.shape[:3], key.shape[2]), slopes, q_offset=q_offset, **rules)
+    if "forget_proj.bias" in parameters:  # in place of slopes, differences of running sums
+        sums = np.cumsum(-np.logaddexp(0, -project("forget_proj", x.astype(np.float64))), axis=1).swapaxes(1, 2)
+        bias = np.where(bias > -np.inf, sums[..., :, None] - sums[..., None, :], -np.inf)
     attention = Attention(query, key, value, bias, head_dim**-0.5, "float32").output
     output = project("out_proj", attention.value.swapaxes(1, 2).reshape(*x.shape[:2], -1))
     # Each term of a projection is rounded by a relative 2**-24, and so are query, key and value; scores with them.
@@ -80,13 +86,17 @@ def x() -> np.ndarray:
 
 
 def layer_with_weights(name: str, arguments: dict[str, Any], tmp_path: Path) -> Any:
+    if name == "mlx" and arguments.get("forget_gate"):
+        pytest.xfail("MLX's layer has no forget gates yet")
     save_file(weights(arguments), tmp_path / "weights.safetensors")
     layer = make_layer(name, **SIZES, **arguments)
     load(name, layer, tmp_path / "weights.safetensors")
     return layer
 
 
-@pytest.mark.parametrize(("name", "configuration"), few_in_jax(NAMES, CONFIGURATIONS, "grouped", "learnable"))
+@pytest.mark.parametrize(
+    ("name", "configuration"), few_in_jax(NAMES, CONFIGURATIONS, "grouped", "learnable", "forget gate")
+)
 def test_layer_is_projections_around_attention(name: str, configuration: str, x: np.ndarray, tmp_path: Path) -> None:
     arguments = CONFIGURATIONS[configuration]
     assert_within(apply(name, layer_with_weights(name, arguments, tmp_path), x), exact(arguments, x))
@@ -95,7 +105,7 @@ def test_layer_is_projections_around_attention(name: str, configuration: str, x:
 @pytest.mark.parametrize("name", NAMES_SLOW_IN_JAX)
 @pytest.mark.parametrize(
     ("configuration", "steps"),
-    [("plain", [1] * 11), ("plain", [11]), *((x, [5, 1, 1, 4]) for x in ("grouped", "window", "learnable", "dense"))],
+    [("plain", [1] * 11), ("plain", [11]), *((x, [5, 1, 1, 4]) for x in ("grouped", *[*CONFIGURATIONS][5:]))],
 )
 def test_decoding_through_a_cache_equals_prefill(
     name: str, configuration: str, steps: list[int], x: np.ndarray, tmp_path: Path

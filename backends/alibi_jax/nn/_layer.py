@@ -24,14 +24,15 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
     Parameters (``nnx.Param``) are those of ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nnx.Linear``);
     :func:`alibi_jax.save_weights` writes them with the names that all backends share. Fixed slopes are constants of the
     module, not part of its state. Learnable slopes are the parameter ``log_slopes``; its exponential is always
-    positive. Both are float32 whatever ``dtype`` and ``param_dtype`` are.
+    positive. Forget gates have a further ``nnx.Linear``, ``forget_proj``. All these are float32 whatever ``dtype`` and
+    ``param_dtype`` are.
 
     Caches are immutable: a call with a cache returns the pair of its output and the longer cache. If the cache's
     length is traced (under ``jax.jit``, for example), an overflow cannot raise; the output is NaN from then on.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
-            fields of :class:`AlibiConfig`.
+        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law,
+            forget_gate: As fields of :class:`AlibiConfig`.
         head_dim: Features per head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, a NumPy or JAX array, not traced. Default: the canonical slopes. A
             tensor-parallel shard passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
@@ -81,6 +82,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
         dropout: float = 0.0,
         distance: str = "manhattan",
         law: str = "linear",
+        forget_gate: bool = False,
         implementation: Implementation | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -109,7 +111,10 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
             bias=bias,
             distance=distance,
             law=law,
+            forget_gate=forget_gate,
         )
+        if forget_gate:
+            self.forget_proj = nnx.Linear(embed_dim, num_heads, dtype=jnp.float32, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout > 0 else None
         self.log_slopes = nnx.Param(jnp.log(jnp.asarray(self.shape.slopes, jnp.float32))) if learnable_slopes else None
 
@@ -127,7 +132,14 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
         return None if values is None else jnp.asarray(values, jnp.float32)
 
     def _attend_to(
-        self, cache: KVCache, query: jax.Array, key: jax.Array, value: jax.Array, rules: Any, counts: Any
+        self,
+        cache: KVCache,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        rules: Any,
+        counts: Any,
+        gates: dict[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, KVCache]:
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be an alibi_jax.KVCache, as make_cache returns it, got {type(cache).__name__}")
@@ -136,7 +148,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
                 f"cache must have the dtype of the layer's keys, {key.dtype}, got {held}; give the layer a dtype if "
                 "its input has another than its parameters"
             )
-        cache = cache.append(key, value, **counts)
+        cache = cache.append(key, value, **counts, **(gates or {}))
         return cache.attend(query, self.slopes, **rules, **counts), cache
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
@@ -147,4 +159,6 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
             max_length: Capacity of the cache, in tokens.
         """
         dtype = self.param_dtype if self.dtype is None else self.dtype
-        return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, dtype=dtype)
+        gate_heads = self.shape.num_heads if hasattr(self, "forget_proj") else None
+        sizes = self.shape.num_kv_heads, max_length, self.shape.head_dim
+        return KVCache(batch_size, *sizes, dtype=dtype, gate_heads=gate_heads)
