@@ -300,6 +300,7 @@ FOUND = (
     Problem((257, 257), (2,), (1, 2), head_dim=64, slopes="default", gates="closed sometimes", wrt=TENSORS, seed=14449),
     Problem((7, 7), (2, 3), (2, 2), gates="closed sometimes", segments="pair", tiling=Tiling((2, 4)), seed=28963),
     Problem((31, 31), (3,), gates="huge", mask="bhqk", wrt=("key", "log_gates"), seed=2),
+    Problem((300, 500), (2,), (1, 2), gates="strong", q_offset=600, wrt=("key", "slopes", "log_gates"), luck=0),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),

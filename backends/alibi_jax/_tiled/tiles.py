@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_core.backend import exact_sum, finite_gates, gate_sums, reach_of, relative_points
+from alibi_core.backend import exact_sum, finite_gates, gate_sums, reach_of, relative_points, suffix_sums
 from alibi_jax._call import Operands, lowest_scores
 from alibi_jax._compatible import materialised
 from alibi_jax._plan import needed_keys
@@ -178,7 +178,7 @@ class Tiles:
             heads = (1, 1) if call.mask.shape[1] == 1 else (num_kv_heads, group)
             mask = call.mask.reshape(-1, *heads, *call.mask.shape[2:])
             self.mask = mask if mask.shape[3] == 1 else self._padded(mask)
-        self.gates = self.closed = None
+        self.gates = self.later_gates = self.closed = None
         if call.log_gates is not None:
             gates = call.log_gates.reshape(-1, num_kv_heads, group, 1, call.kv_len)
             # The last closed gate up to each key, then up to each query, whose places are [b or 1, 1, 1, q].
@@ -186,6 +186,12 @@ class Tiles:
             places = jnp.clip(call.positions()[0], 0, call.kv_len - 1).reshape(-1, 1, 1, call.q_len)
             self.closed = self._padded(jnp.take_along_axis(closed[:, :, :, 0], places, axis=3, mode="clip")[..., None])
             self.gates = finite_gates(jnp, gates)
+            # The sums of the gates after each key, up to the end of its block: [batch, h, g, 1, k]
+            size, count = sizes.tile[4], -(-call.kv_len // sizes.tile[4])
+            blocks = jnp.pad(self.gates, [(0, 0)] * 4 + [(0, count * size - call.kv_len)])
+            sums = suffix_sums(jnp, blocks.reshape(*gates.shape[:4], count, size))[0]
+            sums = jnp.pad(sums[..., 1:], [(0, 0)] * 5 + [(0, 1)])
+            self.later_gates = sums.reshape(*gates.shape[:4], count * size)[..., : call.kv_len]
         has_rules = call.mask is not None or call.q_segment_ids is not None or call.q_points is not None
         # True if the nearest key depends on a mask, segments or points, so that _nearest_keys must search for it.
         self.has_hidden_keys = has_rules and not (self.has_other_keys or call.sees_own_key)
@@ -253,6 +259,8 @@ class Tiles:
     def rows(self, step: jax.Array) -> Rows:
         """Return the queries of a step, with slopes, positions and segment ids."""
         index, first, stop = (x[step] for x in self.jobs)  # [lanes]
+        if self.gates is not None:  # blocks as self.later_gates has them
+            first = first // self.sizes.tile[4] * self.sizes.tile[4]
         # From a job's flat index to its place in the grid, and to its first element along each axis.
         grid_places = jnp.unravel_index(index, self.sizes.grid)
         starts = [x.astype(jnp.int32) * size for x, size in zip(grid_places, self.sizes.tile, strict=False)]
@@ -314,17 +322,14 @@ class Tiles:
         positions = begin + jnp.arange(last + 1, dtype=jnp.int32)  # [lanes, 1, 1, 1, k]
         # Keys of the block before, which the last block begins with, are counted there.
         is_counted = (positions >= wanted) & (positions < rows.stop)
-        gates = jnp.where(is_counted, self.cut(self.gates, starts), 0)  # [b, h, g, 1, k]
-        origin = rows.origin - begin
-
-        def up_to(inside: jax.Array) -> jax.Array:
-            sums = gate_sums(jnp, gates[..., 0, :], inside)
-            return jnp.broadcast_to(sums, (*self._grouped(rows), last + 1))  # [b, h, g, q, k]
-
-        # Most blocks end before all origins: there one row serves all queries.
-        is_past = jnp.all((origin >= last) | (wanted >= rows.stop))
+        gates, later = (jnp.where(is_counted, self.cut(x, starts), 0) for x in (self.gates, self.later_gates))
+        origin, shape = rows.origin - begin, (*self._grouped(rows), last + 1)  # [b, h, g, q, k]
+        # Most blocks end before all origins: there one row, [b, h, g, 1, k], serves all queries.
+        is_past = jnp.all(((origin >= last) & (begin == wanted)) | (wanted >= rows.stop))
         inside = jnp.clip(origin, 0, last)[..., 0]
-        sums = lax.cond(is_past, lambda: up_to(jnp.full(1, last)), lambda: up_to(inside))
+        sums = lax.cond(
+            is_past, lambda: jnp.broadcast_to(later, shape), lambda: gate_sums(jnp, gates[..., 0, :], inside)
+        )
         # The sum of the entire block, up to the origin: that after its first key, and the gate of that key.
         total = jnp.where(origin >= 0, sums[..., :1] + gates[..., :1], 0)
         number, rest = exact_sum(passed[0], total)
