@@ -86,8 +86,6 @@ def x() -> np.ndarray:
 
 
 def layer_with_weights(name: str, arguments: dict[str, Any], tmp_path: Path) -> Any:
-    if name == "mlx" and arguments.get("forget_gate"):
-        pytest.xfail("MLX's layer has no forget gates yet")
     save_file(weights(arguments), tmp_path / "weights.safetensors")
     layer = make_layer(name, **SIZES, **arguments)
     load(name, layer, tmp_path / "weights.safetensors")
