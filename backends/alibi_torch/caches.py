@@ -22,7 +22,15 @@ from alibi_core.backend.caches import (
 from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch._attention import PLAIN, altered, checked, is_special, run
-from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, uses_norms
+from alibi_torch._cpu import (
+    NEAR,
+    NextStep,
+    attend_last_query,
+    is_last_query,
+    norm_bounds,
+    uses_norms,
+    with_dense_rows,
+)
 from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted, has_tangent, needs_gradients
 from alibi_torch._internals import in_transform, is_watched, skipped_by_compilers, version
 
@@ -253,8 +261,8 @@ class KVCache:
         query = self._cast(query)
         call = checked(query, self.keys, self.values, slopes, used=self.length, **rules)
         if arguments is not None and is_last_query(call) and not call.is_empty:
-            self._next_step = NextStep.of(arguments, call, min(2 * self.length, self.max_length))
-            return self._attend_next(self._next_step, query)
+            step = self._next_step = NextStep.of(arguments, call, min(2 * self.length, self.max_length))
+            return self._attend_next(step, query)
         key, value = self._held_tensors()
         norms = None
         # uses_norms reads Python settings, so a compiler cannot trace it.
@@ -283,7 +291,8 @@ class KVCache:
         """Return the result of a step whose arguments have been checked."""
         call = altered(step.call, kv_len=self.length, q_offset=self.length - 1)
         norms = self._norms(NEAR) if uses_norms(call) else None
-        result, _ = attend_last_query(call, query, *self._held_tensors(), norms, step.biases)
+        tensors = with_dense_rows(query, *self._held_tensors())
+        result, _ = attend_last_query(call, *tensors, norms, step.biases)
         return result.to(call.dtype)
 
     def truncate(self, length: int | Tensor) -> None:

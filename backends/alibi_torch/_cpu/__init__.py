@@ -4,6 +4,7 @@ Input: a call and its tensors. Output: results and gradients, with as few kernel
 """
 
 from alibi_torch._cpu.op import attention as attention
+from alibi_torch._cpu.op import with_dense_rows as with_dense_rows
 from alibi_torch._cpu.plan import norm_bounds as norm_bounds
 from alibi_torch._cpu.plan import tiling as tiling
 from alibi_torch._cpu.plan import uses_norms as uses_norms

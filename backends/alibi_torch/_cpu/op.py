@@ -143,7 +143,7 @@ def _without_gradients(
         result, logsumexp = _rows.forward(call, query, key, value)
         return result.to(call.dtype), logsumexp
     if step.is_last_query(call):
-        result, logsumexp = step.attend_last_query(call, *_dense(query, key, value), norms)
+        result, logsumexp = step.attend_last_query(call, *with_dense_rows(query, key, value), norms)
         return result.to(call.dtype), logsumexp
     return _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)
 
@@ -161,7 +161,7 @@ def _compute(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the result, in ``dtype``, and the log-sum-exp, ``[batch, num_heads, q_len]``, from a plan."""
-    query, key, value = _dense(query, key, value)
+    query, key, value = with_dense_rows(query, key, value)
     found = []
     for part, rectangles, row in planned:
         tensors = *part.of_queries(query), *part.of_keys(key, value)
@@ -201,7 +201,7 @@ def _with_key_bias(
     return replace(call, added_key_bias=None), query, key, F.pad(value.to(dtype), (0, group))
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
+def with_dense_rows(*tensors: Tensor) -> list[Tensor]:
     """Return tensors with a contiguous last axis, as the kernel requires; others are copied.
 
     Tensors with two axes of stride 1 (overlapping windows) are copied too: PyTorch may reorder such axes.
@@ -293,7 +293,7 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
     by_query = (torch.zeros_like if planned[0][0].is_cut else torch.empty_like)(query)  # queries in no part get 0
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
     sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if arguments[-1] else None
-    grad, query, key, value, result = _dense(grad, query, key, value, result)
+    grad, query, key, value, result = with_dense_rows(grad, query, key, value, result)
     with no_autocast("cpu"):  # the caller may run backward under autocast
         for part, rectangles, row in planned:
             own, *tensors = _with_key_bias(part.call, *part.of_queries(query), *part.of_keys(key, value))
