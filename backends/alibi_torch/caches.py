@@ -284,7 +284,7 @@ class KVCache:
         kinds = tuple(map(type, rules))  # before values, which then compare without fail: True is no window of 1
         if not all(kind in PLAIN for kind in kinds):
             return None
-        rates = None if slopes is None else slopes.tolist()
+        rates = None if slopes is None else (slopes.dtype, slopes.tolist())
         return kinds, rules, rates, query.shape, query.dtype, own.shape, own.dtype
 
     def _attend_next(self, step: NextStep, query: Tensor) -> Tensor:

@@ -80,6 +80,9 @@ def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
             cache.attend(many[0], slopes, window_size=1)
             with pytest.raises(TypeError, match=f"^window_size {message}"):
                 cache.attend(many[0], slopes, window_size=window_size)
+        cache.attend(many[0], torch.ones(HEADS))
+        with pytest.raises(TypeError, match="^slopes must have a real floating dtype"):
+            cache.attend(many[0], torch.ones(HEADS, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("short", [1, 2048])
