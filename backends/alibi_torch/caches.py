@@ -293,8 +293,8 @@ class KVCache:
         query = self._cast(query)
         call = checked(query, self.keys, self.values, slopes, used=self.length, **rules)
         if arguments is not None and is_last_query(call) and not call.is_empty:
-            self._next_step = NextStep.of(arguments, call, min(2 * self.length, self.max_length))
-            return self._attend_next(self._next_step, query)
+            step = self._next_step = NextStep.of(arguments, call, min(2 * self.length, self.max_length))
+            return self._attend_next(step, query)
         key, value = self._held_tensors()
         norms = None
         # uses_norms reads Python settings, so a compiler cannot trace it.
@@ -316,7 +316,7 @@ class KVCache:
         kinds = tuple(map(type, rules))  # before values, which then compare without fail: True is no window of 1
         if not all(kind in PLAIN for kind in kinds):
             return None
-        rates = None if slopes is None else slopes.tolist()
+        rates = None if slopes is None else (slopes.dtype, slopes.tolist())
         return kinds, rules, rates, query.shape, query.dtype, own.shape, own.dtype
 
     def _attend_next(self, step: NextStep, query: Tensor) -> Tensor:
