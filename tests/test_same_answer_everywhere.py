@@ -256,7 +256,7 @@ DIFFERENTIATED = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 # --- The properties ---------------------------------------------------------------------------------------------------
 
-WITHOUT_GATES = ("alibi_jax", "alibi_mlx")  # backends whose attention does not have the argument yet
+WITHOUT_GATES = ("alibi_jax",)  # backends whose attention does not have the argument yet
 SIBLINGS = 8  # values for each compiled program
 FOUND = (
     # A sum's gradients alone: with one number repeated as cotangent, XLA's compiler makes other programs.

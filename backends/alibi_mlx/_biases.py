@@ -13,11 +13,11 @@ from alibi_core.backend.horizon import Job
 
 
 class Biases:
-    """The biases of jobs. Without masks, segments and points, they are Toeplitz and slices of one row per head."""
+    """The biases of jobs. Without masks, segments, points and gates, they are Toeplitz: slices of one row per head."""
 
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
-        self._by_distance = call.mask is None and call.q_segment_ids is None and call.q_points is None
+        self._by_index = call.mask is None and call.q_segment_ids is None and call.q_points is None
         self._last: tuple[Any, Any] = None, None  # cache of the last Toeplitz bias: (key, bias)
 
     def of(self, job: Job) -> tuple[mx.array, mx.array | None]:
@@ -25,9 +25,8 @@ class Biases:
 
         The latter are booleans, ``[..., rows, 1]``; None if all queries see a key.
         """
-        if not (self._by_distance and self._has_own_keys(job)):
-            bias, attends = self._tile(job).bias()
-            return _four_axes(bias), None if attends is None else _four_axes(attends)
+        if not (self._by_index and self._has_own_keys(job)):
+            return self._masked(job)
         batch = slice(0, 1) if self._row.shape[0] == 1 else job.batch
         made_of = (batch, job.heads, job.rows, job.kv_len, job.back)
         if self._last[0] != made_of:
@@ -36,7 +35,31 @@ class Biases:
             start = self._call.q_len - job.back - job.rows
             part = self._row[batch, job.heads, start : start + job.rows + job.kv_len - 1]
             self._last = made_of, _toeplitz(part, job.rows)
-        return self._last[1], None
+        return self._last[1] if self._call.log_gates is None else self._last[1] + self._gates(job), None
+
+    def _masked(self, job: Job) -> tuple[mx.array, mx.array | None]:
+        """Return the bias of a job, and whether each query sees a key, where a mask or an offset may hide own keys."""
+        tile = self._tile(job)
+        terms = tile.bias_terms()
+        bias, attends = replace(tile, log_gates=None).bias(terms)
+        if tile.log_gates is not None and terms.origins is not None:
+            gates = tile.log_gates[..., None, :]
+            # [batch entries, heads, rows, kv_len]; the mask holds what closed gates hide
+            is_counted = mx.logical_and(mx.arange(job.kv_len) <= terms.origins[..., None], gates > -mx.inf)
+            bias = bias + _sums(mx.where(is_counted, gates, 0.0), axis=-1, reverse=True, inclusive=False)
+        return _four_axes(bias), None if attends is None else _four_axes(attends)
+
+    def _gates(self, job: Job) -> mx.array:
+        """Return the sums of gates for a job whose queries see their own keys; any number for keys after a query."""
+        past = job.back + self._call.q_offset
+        gates = self._tile(job).log_gates[..., None, :]  # [batch entries, heads, 1, kv_len]
+        # Of the keys before all queries, up to the first query: [batch entries, heads, 1, past]
+        row = _sums(gates[..., 1 : past + 1], axis=-1, reverse=True)
+        # Of the other keys, a query adds its gate to the sums of the query before: [..., rows, kv_len - past]
+        is_later = mx.arange(job.rows)[:, None] > mx.arange(job.kv_len - past)
+        by_query = gates[..., past : past + job.rows].swapaxes(-1, -2)
+        square = _sums(mx.where(is_later, by_query, 0.0), axis=-2)
+        return mx.concatenate([row + square[..., :1], square], axis=-1)
 
     def distances(self, job: Job) -> list[mx.array]:
         """Return the penalties that slopes multiply, and, if there are future slopes, those that these multiply.
@@ -46,7 +69,7 @@ class Biases:
         0, and keeps float32 digits when all keys are far away. At masked keys, whose score gradients are 0, they mean
         nothing.
         """
-        terms = self._tile(job).bias_terms()
+        terms = replace(self._tile(job), log_gates=None).bias_terms()
         penalties = -_four_axes(terms.reach)
         if self._call.future_slopes is None:
             return [penalties]
@@ -90,6 +113,12 @@ def _toeplitz(row: mx.array, rows: int) -> mx.array:
     copies = mx.broadcast_to(row[..., None, :], (*axes, rows, width)).reshape(*axes, rows * width)
     skewed = copies[..., rows - 1 : rows - 1 + rows * (width - 1)]
     return skewed.reshape(*axes, rows, width - 1)[..., : width + 1 - rows]
+
+
+def _sums(gates: mx.array, **how: Any) -> mx.array:
+    """Return running sums, as ``mx.cumsum``. Float32 alone would lose the digits of thousands of small gates."""
+    cpu = {"stream": mx.cpu}  # the device that has float64
+    return mx.cumsum(gates.astype(mx.float64, **cpu), **how, **cpu).astype(mx.float32, **cpu)
 
 
 def _four_axes(array: mx.array) -> mx.array:

@@ -101,11 +101,11 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
         query, key, value, *arrays = primals
         this = join_call(call, dict(zip(operands, arrays, strict=True)))
-        *by_tensors, by_past, by_future = _gradients(this, query, key, value, grad, jobs)
-        by_slopes = {"slopes": by_past, "future_slopes": by_future}
-        grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_slopes.items() if n in operands}
+        found = _gradients(this, query, key, value, grad, jobs)
+        by_name = zip(("slopes", "future_slopes", "log_gates"), found[3:], strict=False)
+        grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_name if n in operands}
         # MLX drops a None, and later gradients would become those of arguments before them.
-        return *by_tensors, *(grads.get(name, mx.zeros_like(x)) for name, x in zip(operands, arrays, strict=True))
+        return *found[:3], *(grads.get(name, mx.zeros_like(x)) for name, x in zip(operands, arrays, strict=True))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[mx.array, int]:
@@ -118,7 +118,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 def _gradients(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
 ) -> tuple[mx.array, ...]:
-    """Return the gradients of query, key, value, and of slopes and future slopes per batch entry."""
+    """Return the gradients of query, key, value, and of slopes, future slopes and gates per batch entry."""
     operands = call.arrays
 
     @mx.custom_function
@@ -136,7 +136,7 @@ def _gradients(
 
 
 def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
-    """Return gradients ``[batch, num_heads]`` in the shape of the slopes: summed if the entries share them."""
+    """Return gradients ``[batch, num_heads, ...]`` in the shape of their array: summed if the entries share it."""
     return by_entry if by_entry.shape == shape else mx.sum(by_entry, axis=0).reshape(shape)
 
 

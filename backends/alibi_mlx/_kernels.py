@@ -49,15 +49,17 @@ def backward(
     tensors: tuple[mx.array, mx.array, mx.array],
     grad: mx.array,
     jobs: Iterable[Job],
-) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-    """Return the gradients of ``sum(attention * grad)`` for query, key, value, slopes and future slopes.
+) -> tuple[mx.array, ...]:
+    """Return the gradients of ``sum(attention * grad)`` for query, key, value, slopes, future slopes and gates.
 
-    The gradients of slopes are ``[batch, num_heads]``; those of future slopes are zeros if there are none.
+    The gradients of slopes are ``[batch, num_heads]``, those of gates ``[batch, num_heads, kv_len]``. Those of future
+    slopes are zeros if there are none; those of gates are left out.
     """
     query, key, value = tensors
     by_query = mx.zeros(query.shape, query.dtype)
     by_key, by_value = mx.zeros(key.shape), mx.zeros(value.shape)  # float32 sums, cast at the end
     by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
+    by_gates = [] if call.log_gates is None else [mx.zeros((*call.batch, call.num_heads, call.kv_len))]
     biases = Biases(call)
     before: list[mx.array] = []
     for job in jobs:
@@ -85,8 +87,9 @@ def backward(
                 _add_keys(by_key, part, call, by_score.swapaxes(-1, -2) @ queries),
                 _add_keys(by_value, part, call, weights.swapaxes(-1, -2) @ grads),
                 *(_add_by_head(x, part, by_score * y) for x, y in zip(by_slopes, distances, strict=False)),
+                *(_add_gates(x, part, by_score) for x in by_gates),
             ]
-    return by_query, by_key.astype(key.dtype), by_value.astype(value.dtype), *by_slopes
+    return by_query, by_key.astype(key.dtype), by_value.astype(value.dtype), *by_slopes, *by_gates
 
 
 def _softmax(scores: mx.array) -> mx.array:
@@ -234,4 +237,15 @@ def _add_by_head(total: mx.array, job: Job, products: mx.array) -> mx.array:
     if job.tiles > 1:
         by_head = mx.sum(by_head, axis=0, keepdims=True)
     total[job.batch, job.heads] = summed = total[job.batch, job.heads] - by_head
+    return summed
+
+
+def _add_gates(total: mx.array, job: Job, by_score: mx.array) -> mx.array:
+    """Add a job's gradient of gates, and return the updated slice.
+
+    A gate lowers the scores of earlier keys by later queries. The score gradients of earlier queries sum to 0, so those
+    of all earlier keys are summed, tile by tile: a sum over all tiles would collect the rounding of the whole text.
+    """
+    where = job.batch, job.heads, job.keys
+    total[where] = summed = total[where] + mx.cumsum(mx.sum(by_score, axis=-2), axis=-1, inclusive=False)
     return summed
