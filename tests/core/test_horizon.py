@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import alibi_core
 from alibi_core import horizon
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Measured, Tiling, by_block, key_ranges, nearest_keys, needed_jobs
@@ -362,6 +363,24 @@ def test_an_outlier_widens_no_more_than_it_must() -> None:
     assert pairs[:, :, 44:, 40:44].all()
     assert not pairs[:, :, 250:, :40].all(axis=-1).any()
     assert_nothing_heavy_is_lost(scene, 4, 4, 0.01)
+
+
+@pytest.mark.parametrize("tolerance", [0.3, 0.01, 2.0**-24])
+@pytest.mark.parametrize("q_len", [300, 40])
+def test_plan_leaves_out_what_gates_make_negligible(tolerance: float, q_len: int) -> None:
+    case = plain_scene(Sizes(1, 1, 2, (q_len, 300), 5)).case
+    gates = np.random.default_rng(0).choice(
+        np.float32([0, -0.01, -0.1, -3, -np.inf]), (1, 2, 300), p=[0.3, 0.4, 0.24, 0.05, 0.01]
+    )
+    case = case.with_arrays(slopes=np.zeros(2)).with_arguments("causal", {"log_gates": gates})
+    tensors = (case.arrays[name] for name in ("query", "key", "value"))
+    weights = alibi_core.attention(*tensors, log_gates=gates.astype(np.float64), return_weights=True, scale=case.scale)[
+        1
+    ]
+    for q_block, kv_block in ((1, 1), (4, 16), (16, 3), (64, 64)):
+        keeps = kept(Scene(case), q_block, Scene(case).plan(q_block, kv_block, tolerance))
+        assert np.where(keeps, 0, weights).sum(axis=-1).max() <= tolerance * (1 + 2.0**-16)
+        assert q_block > 16 or keeps.mean() < 0.2
 
 
 # The nearest keys, and tiles
