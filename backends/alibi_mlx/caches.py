@@ -19,7 +19,14 @@ from alibi_core.backend.caches import (
     check_span,
     over_keys,
 )
-from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
+from alibi_core.backend.checks import (
+    explains_keywords,
+    floating_array,
+    floating_dtype,
+    non_negative_int,
+    one_of,
+    positive_int,
+)
 from alibi_core.backend.horizon import KeyNorms
 from alibi_mlx import _attention
 from alibi_mlx._plan import norm_bounds
@@ -80,7 +87,14 @@ class KVCache:
         self._dtype = None if dtype is None else floating_dtype(mx, "dtype", dtype)
         self._forget()
 
-    def append(self, key: mx.array, value: mx.array, *, lengths: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    def append(
+        self,
+        key: mx.array,
+        value: mx.array,
+        *,
+        lengths: mx.array | None = None,
+        log_gates: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
         """Store the keys and values of new tokens and return those of all tokens so far.
 
         Args:
@@ -88,34 +102,34 @@ class KVCache:
             value: ``[batch, num_kv_heads, new, head_dim]``; ``head_dim`` may differ from that of ``key``.
             lengths: ``[batch]`` integers: the number of new tokens in each row, for prompts of different lengths with
                 padding at the end. Later tokens follow them directly. Default: all ``new`` tokens.
+            log_gates: ``[batch, num_heads, new]``, logarithms of forget gates, which :meth:`attend` applies: for all
+                tokens of a cache or for none.
 
         Raises:
-            TypeError: If an argument is no floating MLX array of four axes.
-            ValueError: If the cache is full, or has another batch size, shape or dtype.
+            TypeError: If an argument is no floating MLX array, or key or value lacks four axes.
+            ValueError: If the cache is full, has gates or not, or has another batch size, shape or dtype.
         """
         if self.offset == 0:
             self._forget()  # an empty cache accepts any keys that its arguments admit, also after truncation
         self._check_new(key, value)
+        new = key, value, *self._new_gates(log_gates, key)
         start, end = self.offset, self.offset + key.shape[-2]
         if lengths is None and self.lengths is None:
-            keys, values = self._with_room(key, value, end)
-            keys[..., start:end, :] = key
-            values[..., start:end, :] = value
+            for held, x in zip(self._with_room(new, end), new, strict=True):
+                held[..., start:end, :] = x
             self.offset, self._measured = end, min(self._measured, start)
-            return keys[..., :end, :], values[..., :end, :]
+            return self.state[:2]
         counts = _counts(lengths, *key.shape[:3:2])
         tokens = RowTokens.of(self._held(counts.size), counts)
         end = int(tokens.ends.max(initial=0))
-        keys, values = self._with_room(key, value, end)
-        # Padding of shorter rows is read with weight 0, and 0 * NaN is NaN: zero it.
-        keys[..., start:end, :] = values[..., start:end, :] = 0.0
-        if tokens.rows.size:
-            rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
-            keys[rows, :, slots] = key[rows, :, columns]
-            values[rows, :, slots] = value[rows, :, columns]
+        rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
+        for held, x in zip(self._with_room(new, end), new, strict=True):
+            held[..., start:end, :] = 0.0  # padding of shorter rows is read with weight 0, and 0 * NaN is NaN
+            if tokens.rows.size:
+                held[rows, :, slots] = x[rows, :, columns]
         self._hold(tokens.ends)
         self._measured = int((tokens.ends - counts).min(initial=self._measured))
-        return keys[..., :end, :], values[..., :end, :]
+        return self.state[:2]
 
     @property
     def key_norms(self) -> mx.array | None:
@@ -152,7 +166,8 @@ class KVCache:
         """Return the causal attention of the last cached tokens over all cached tokens, shaped as ``query``.
 
         It equals :func:`alibi_mlx.attention` on the arrays that :meth:`append` returned, with the same arguments, but
-        uses the cached norms, so it need not read all keys to measure them.
+        uses the cached norms, so it need not read all keys to measure them. With cached gates, ``slopes`` are zeros by
+        default.
 
         Args:
             query: ``[batch, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
@@ -171,7 +186,7 @@ class KVCache:
         if self.keys is None:
             raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
         rules = over_keys(lambda array: array[..., : self.offset], mask, segment_ids)
-        rules |= {"window_size": window_size, "law": law}
+        rules |= {"window_size": window_size, "law": law, "log_gates": self.log_gates}
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
             offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
@@ -205,7 +220,7 @@ class KVCache:
         """
         if self.keys is not None:
             check_indices(mx, indices, self.keys.shape[0])
-            self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
+            self._stores = [mx.take(x, indices, axis=0) for x in self._stores]
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
         self._sizes = None if self._sizes[0] is None else len(indices), *self._sizes[1:]
         if self.lengths is not None:
@@ -215,6 +230,11 @@ class KVCache:
     def length(self) -> int:
         """Number of cached tokens."""
         return self.offset
+
+    @property
+    def log_gates(self) -> mx.array | None:
+        """Logarithms of forget gates, ``[batch_size, num_heads, length]``; None if there are none."""
+        return None if self._gates is None else self._gates[:, :, : self.offset, 0]
 
     def __repr__(self) -> str:
         sizes = self._sizes
@@ -232,12 +252,12 @@ class KVCache:
     def state(self) -> tuple[Any, ...]:
         """Keys and values in use, and ``offset``; None, None and 0 while the cache is empty. Assign it to restore one.
 
-        If the lengths of rows differ, ``lengths`` come fourth, which mlx-lm's ``load_prompt_cache`` refuses. A state
-        may also come from mlx-lm's ``KVCache``.
+        If the lengths of rows differ, or there are gates, ``lengths`` and ``log_gates`` follow, which mlx-lm's
+        ``load_prompt_cache`` refuses. A state may also come from mlx-lm's ``KVCache``.
         """
         if self.keys is None or self.values is None:
             return None, None, 0  # mlx-lm's save_prompt_cache would leave out ()
-        own = () if self.lengths is None else (self.lengths,)
+        own = (x for x in (self.lengths, self.log_gates) if x is not None)
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset, *own
 
     @state.setter
@@ -246,7 +266,8 @@ class KVCache:
         if state and state[0] is not None:
             keys, values, *offset = state
             keys, values = (x[..., : int(offset[0]), :] if offset else x for x in (keys, values))
-            self.append(keys, values, lengths=offset[1] if len(offset) > 1 else None)
+            own = {x.ndim: x for x in offset[1:]}
+            self.append(keys, values, lengths=own.get(1), log_gates=own.get(3))
 
     @property
     def nbytes(self) -> int:
@@ -255,9 +276,11 @@ class KVCache:
 
     @classmethod
     def merge(cls, caches: list[KVCache]) -> Any:
-        """Return mlx-lm's ``BatchKVCache`` made from these caches, one text each."""
+        """Return mlx-lm's ``BatchKVCache`` made from these caches, one text each, which must have no gates."""
         from mlx_lm.models.cache import BatchKVCache
 
+        if any(cache.log_gates is not None for cache in caches):
+            raise ValueError("caches must have no log_gates, as mlx-lm's BatchKVCache holds none, got some")
         return BatchKVCache.merge(caches)
 
     def size(self) -> int:
@@ -295,9 +318,19 @@ class KVCache:
 
     # --- Storage ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _stores(self) -> list[mx.array]:
+        """Keys, values and, if there are some, gates, ``[batch_size, heads, capacity, features]``."""
+        return [x for x in (self.keys, self.values, self._gates) if x is not None]
+
+    @_stores.setter
+    def _stores(self, stores: list[mx.array]) -> None:
+        self.keys, self.values, self._gates = (*stores, None)[:3]
+
     def _forget(self) -> None:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self._gates: mx.array | None = None
         self.lengths: mx.array | None = None
         self.offset = 0
         self._norms: mx.array | None = None
@@ -315,9 +348,10 @@ class KVCache:
         held = self._held(most.size)
         lengths = np.minimum(held, most)
         forgotten = RowTokens.of(lengths, held - lengths)
-        if forgotten.rows.size and self.keys is not None:
+        if forgotten.rows.size:
             rows, slots = (mx.array(x.astype(np.int32)) for x in (forgotten.rows, forgotten.slots))
-            self.keys[rows, :, slots] = self.values[rows, :, slots] = 0.0
+            for held in self._stores:
+                held[rows, :, slots] = 0.0
         self._hold(lengths)
 
     def _check_new(self, key: mx.array, value: mx.array) -> None:
@@ -330,22 +364,33 @@ class KVCache:
         check_new_tokens(mx, key, value, sizes, self._dtype or getattr(like[0], "dtype", None))
         self._check_offset()
 
+    def _new_gates(self, log_gates: mx.array | None, key: mx.array) -> list[mx.array]:
+        """Return the gates of new tokens as one feature of each, if there are some, having checked that they fit."""
+        if self.keys is not None and (log_gates is None) != (self._gates is None):
+            raise ValueError("log_gates must be given for all tokens of a cache or for none, got them for some")
+        if log_gates is None:
+            return []
+        heads = None if self._gates is None else self._gates.shape[1]
+        shape = tuple(floating_array(mx, "log_gates", log_gates).shape)
+        if len(shape) != 3 or shape != (key.shape[0], heads or shape[1], key.shape[2]):
+            expected = f"({key.shape[0]}, {heads or 'num_heads'}, {key.shape[2]}) (batch, num_heads, length)"
+            raise ValueError(f"log_gates must have shape {expected} to fit the cache, got {shape}")
+        return [log_gates[..., None].astype(mx.float64 if key.dtype == mx.float64 else mx.float32)]
+
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if not 0 <= self.offset <= capacity:
             raise ValueError(f"offset must be at most the cache's capacity, {capacity} tokens, got {self.offset}")
 
-    def _with_room(self, key: mx.array, value: mx.array, end: int) -> tuple[mx.array, mx.array]:
-        """Grow the cache to a capacity of at least ``end`` tokens if needed, and return its keys and values."""
+    def _with_room(self, tokens: tuple[mx.array, ...], end: int) -> list[mx.array]:
+        """Grow the cache to a capacity of at least ``end`` tokens if needed, and return its stores of these tokens."""
         check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
         if self.keys is None or end > self.keys.shape[-2]:
             capacity = min(-(-end // STEP) * STEP, self.max_length or math.inf)
-            longer = []
-            for held, new in ((self.keys, key), (self.values, value)):
-                space = mx.zeros((*new.shape[:-2], capacity - self.offset, new.shape[-1]), dtype=new.dtype)
-                longer.append(space if held is None else mx.concatenate([held[..., : self.offset, :], space], axis=-2))
-            self.keys, self.values = longer
-        return self.keys, self.values
+            space = [mx.zeros((*x.shape[:-2], capacity - self.offset, x.shape[-1]), dtype=x.dtype) for x in tokens]
+            before = [[x[..., : self.offset, :]] for x in self._stores] or [[] for _ in tokens]
+            self._stores = [mx.concatenate([*x, y], axis=-2) for x, y in zip(before, space, strict=True)]
+        return self._stores
 
 
 def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:

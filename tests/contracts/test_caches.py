@@ -24,6 +24,7 @@ from tests.support.tiles import planned_from
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
 SMALL = BATCH, KV_HEADS, 8, HEAD_DIM
 STEEP = (4.0, 2.5, 1.0, 0.7)
+WITHOUT_GATES = ("torch", "jax")  # backends whose cache does not have the argument yet
 MIXED = (1.0, 0.125, 0.0, 3.0)  # slope 0 needs every key; the other head of its group shares its keys
 
 
@@ -46,8 +47,9 @@ class Cache:
         swapped = np.swapaxes(values, 1, 2) if self.is_functional and values.ndim == 4 else values
         return self.framework.array(swapped, self.dtype)
 
-    def append(self, key: Any, value: Any, lengths: np.ndarray | None = None) -> None:
+    def append(self, key: Any, value: Any, lengths: np.ndarray | None = None, gates: np.ndarray | None = None) -> None:
         own = {} if lengths is None else {"lengths": self.framework.array(lengths)}
+        own |= {} if gates is None else {"log_gates": self.framework.array(gates)}
         result = self.inner.append(self.tensor(key), self.tensor(value), **own)
         self.inner = result if self.is_functional else self.inner
 
@@ -123,13 +125,16 @@ class Machine(RuleBasedStateMachine):
         dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
         slopes=st.sampled_from([STEEP, MIXED, (0.01,) * 4]),
         is_planned=st.booleans(),
+        has_gates=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def begin(self, dtype: str, slopes: tuple[float, ...], is_planned: bool, seed: int) -> None:
+    def begin(self, dtype: str, slopes: tuple[float, ...], is_planned: bool, has_gates: bool, seed: int) -> None:
         self.dtype, self.slopes, self.random = dtype, slopes, np.random.default_rng(seed)
         self.short = 50 if is_planned else 1024  # from this many keys on, norms decide which keys matter
         self.cache = keeping(self.name, (BATCH, KV_HEADS, 400, HEAD_DIM), dtype)
         self.rows = [np.zeros((2, KV_HEADS, 0, HEAD_DIM))] * BATCH  # keys and values
+        self.has_gates = has_gates and self.name not in WITHOUT_GATES
+        self.gates = [np.zeros((HEADS, 0))] * BATCH  # zeros without gates
 
     @property
     def held(self) -> list[int]:
@@ -171,24 +176,36 @@ class Machine(RuleBasedStateMachine):
                 rules["segment_ids"] = ids[:, longest : longest + new], ids
                 visible = ids[:, longest : longest + new, None] == ids[:, None]
         lengths = counts.astype(np.int32) if is_ragged else None
-        self.cache.append(key, value, lengths)
+        gates = self.random.choice([0, -0.01, -0.2, -3, -np.inf], (batch, HEADS, new), p=[0.2, 0.4, 0.3, 0.09, 0.01])
+        gates = np.float32(gates) if self.has_gates else np.zeros_like(gates)
+        self.cache.append(key, value, lengths, gates if self.has_gates else None)
         rules |= {} if lengths is None else {"lengths": lengths}
         with planned_from(self.short):
             found = self.cache.attend(query, self.slopes, **rules)
         for row, count in enumerate(counts):
             added = np.stack([key[row, :, :count], value[row, :, :count]])
             self.rows[row] = np.concatenate([self.rows[row], added], axis=2)
+            self.gates[row] = np.concatenate([self.gates[row], gates[row, :, :count]], axis=1)
             if count:
-                exact = self.exact(row, query[row, :, :count], visible[row], **options)
+                is_of_keys = "mask" in rules and new == 1
+                exact = self.exact(row, query[row, :, :count], visible[row], is_of_keys, **options)
                 assert_within(found[row, :, :count][None], exact)
 
-    def exact(self, row: int, query: np.ndarray, visible: np.ndarray, window_size: Any, tolerance: Any) -> Answer:
+    def exact(
+        self, row: int, query: np.ndarray, visible: np.ndarray, is_of_keys: bool, window_size: Any, tolerance: Any
+    ) -> Answer:
         """Return the exact attention of a row's last queries; it may leave out a share of the weight."""
         (key, value), (count, length) = self.rows[row], (query.shape[1], self.held[row])
         slopes = np.float32(self.slopes).astype(np.float64)
         distance = np.arange(length - count, length)[:, None] - np.arange(length)
         seen = (distance >= 0) & (distance <= (length if window_size is None else window_size))
-        bias = np.where(seen & visible[:count, :length], -slopes[:, None, None] * distance, -np.inf)
+        visible = visible[:count, :length]
+        # The gates of tokens that a mask of keys hides do not count.
+        gates = np.where(visible[0] if is_of_keys else True, self.gates[row], 0)
+        sums, closed = (np.cumsum(x, axis=-1) for x in (np.where(gates > -np.inf, gates, 0), gates == -np.inf))
+        forgotten = sums[:, length - count :, None] - sums[:, None]
+        seen = seen & visible & (closed[:, length - count :, None] == closed[:, None])
+        bias = np.where(seen, forgotten - slopes[:, None, None] * distance, -np.inf)
         share = UNIT_ROUNDOFF[self.dtype] if tolerance is None else tolerance
         arrays = (x[None] for x in (query, key, value, bias))
         return Attention(*arrays, scale=HEAD_DIM**-0.5, dtype=self.dtype, share=share).output
@@ -197,7 +214,8 @@ class Machine(RuleBasedStateMachine):
     def take_back(self, back: int, by_row: bool, not_finite: bool) -> None:
         if not_finite and max(self.held) + 3 <= 400:
             nothing = np.full((len(self.rows), KV_HEADS, 3, HEAD_DIM), np.nan)
-            self.cache.append(nothing, nothing)
+            gates = np.full((len(self.rows), HEADS, 3), np.nan, np.float32) if self.has_gates else None
+            self.cache.append(nothing, nothing, gates=gates)
             by_row |= len(set(self.held)) > 1  # one length for all would leave NaN in a shorter row
         if by_row:
             lengths = [max(n - int(self.random.integers(back + 1)), 0) for n in self.held]
@@ -206,12 +224,13 @@ class Machine(RuleBasedStateMachine):
             lengths = [min(n, max(max(self.held) - back, 0)) for n in self.held]
             self.cache.truncate(max(max(self.held) - back, 0))
         self.rows = [row[:, :, :n] for row, n in zip(self.rows, lengths, strict=True)]
+        self.gates = [row[:, :n] for row, n in zip(self.gates, lengths, strict=True)]
 
     @rule(indices=st.lists(st.integers(0, 2), min_size=2, max_size=3))
     def select(self, indices: list[int]) -> None:
         indices = [index % len(self.rows) for index in indices]
         self.cache.select_batch(indices)
-        self.rows = [self.rows[index] for index in indices]
+        self.rows, self.gates = ([x[index] for index in indices] for x in (self.rows, self.gates))
 
     @invariant()
     def norms_bound_keys(self) -> None:

@@ -33,6 +33,26 @@ def test_caches_can_be_copied(copied: Any) -> None:
     assert mx.array_equal(copied(cache).attend(key), cache.attend(key))
 
 
+@pytest.mark.parametrize("lengths", [None, [2, 3]])
+def test_gates_belong_to_the_state_and_are_never_dropped(lengths: Any) -> None:
+    key, gates, query = normal(BATCH, KV_HEADS, 3, HEAD_DIM), -mx.ones((BATCH, HEADS, 3)), mx.ones((2, 4, 1, HEAD_DIM))
+    cache, restored, counts = KVCache(), KVCache(), None if lengths is None else mx.array(lengths)
+    cache.append(key, key, log_gates=gates, lengths=counts)
+    cache.append(key, key, log_gates=gates * mx.nan)
+    cache.truncate(3 if counts is None else counts)
+    restored.state = cache.state
+    assert mx.array_equal(restored.attend(query), cache.attend(query))
+    assert not mx.allclose(cache.attend(query), cache.attend(query, mx.ones(HEADS)))
+    with pytest.raises(ValueError, match="^log_gates must be given for all tokens of a cache or for none"):
+        cache.update_and_fetch(key, key)
+    with pytest.raises(
+        ValueError, match=r"^log_gates must have shape \(2, 4, 3\) .* to fit the cache, got \(2, 4, 2\)"
+    ):
+        cache.append(key, key, log_gates=gates[..., 1:])
+    with pytest.raises(ValueError, match="^caches must have no log_gates"):
+        KVCache.merge([cache])
+
+
 def test_nothing_is_read_while_tokens_are_stored() -> None:
     @mx.compile  # tracing forbids reading
     def tokens_held(keys: Any) -> Any:
