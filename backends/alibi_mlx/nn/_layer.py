@@ -16,19 +16,34 @@ from alibi_mlx.caches import KVCache
 from alibi_mlx.nn._weights import SavesLayers
 
 
-class AlibiAttention(SavesLayers, models.BaseAttention):
+class Precise(nn.Module):
+    """A module whose slopes and gates stay float32: in low precision they would be wrong by a percent."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # Casts of a module assign new parameters here. If one is the old one rounded, keep the old one.
+        if name in ("log_slopes", "weight", "bias") and value.dtype != mx.float32:
+            value = mx.where(self[name].astype(value.dtype) == value, self[name], value.astype(mx.float32))
+        super().__setitem__(name, value)
+
+
+class Gate(Precise, nn.Linear):
+    """The linear map to the logits of forget gates."""
+
+
+class AlibiAttention(Precise, SavesLayers, models.BaseAttention):
     """Multi-head self-attention whose only positional information is ALiBi.
 
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
     backend, so that safetensors files of ``save_weights`` load into any of them. Fixed slopes are no parameter and are
-    not saved. Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. Both stay float32
-    under ``set_dtype``.
+    not saved. Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. A forget gate is
+    ``forget_proj``. All of them stay float32 under ``set_dtype``.
 
-    A cache may be any object with ``offset`` and ``update_and_fetch``, such as mlx-lm's ``KVCache``.
+    A cache may be any object with ``offset`` and ``update_and_fetch``, such as mlx-lm's ``KVCache``; with a forget gate
+    it must be one of :meth:`make_cache`.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
-            fields of :class:`AlibiConfig`.
+        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law,
+            forget_gate: As fields of :class:`AlibiConfig`.
         head_dim: Features per head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, an MLX or NumPy array. Default: the canonical slopes. A tensor-parallel shard
             passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
@@ -65,6 +80,7 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
         dropout: float = 0.0,
         distance: str = "manhattan",
         law: str = "linear",
+        forget_gate: bool = False,
         implementation: str | None = None,
     ) -> None:
         super().__init__()
@@ -86,7 +102,10 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
             bias=bias,
             distance=distance,
             law=law,
+            forget_gate=forget_gate,
         )
+        if forget_gate:
+            self.forget_proj = Gate(embed_dim, num_heads)
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = nn.Dropout(dropout)
         # MLX does not treat arrays as parameters if their names begin with an underscore.
@@ -107,12 +126,21 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
         return self._future_slopes
 
     def _attend_to(
-        self, cache: Any, query: mx.array, key: mx.array, value: mx.array, rules: dict[str, Any], counts: dict[str, Any]
+        self,
+        cache: Any,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        rules: dict[str, Any],
+        counts: dict[str, Any],
+        gates: dict[str, Any] | None = None,
     ) -> tuple[mx.array, None]:
         if isinstance(cache, KVCache):
-            return super()._attend_to(cache, query, key, value, rules, counts)
+            return super()._attend_to(cache, query, key, value, rules, counts, gates)
         if counts:
             raise ValueError(f"lengths must be None but with the caches of make_cache, got a {type(cache).__name__}")
+        if gates:
+            raise ValueError(f"cache must be one of make_cache, to hold forget gates, got a {type(cache).__name__}")
         if not hasattr(cache, "update_and_fetch") or not hasattr(cache, "offset"):
             raise TypeError(f"cache must have offset and update_and_fetch, as KVCache has, got {type(cache).__name__}")
         held, padding = cache.offset, padding_of(cache)
@@ -151,13 +179,6 @@ class AlibiAttention(SavesLayers, models.BaseAttention):
             max_length: Capacity, in tokens. Default: unlimited.
         """
         return KVCache(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        # Casts of a module assign new parameters here. Slopes in low precision would be wrong by a percent, and too
-        # coarse to train. If the new value is the old one rounded, keep the old one; otherwise cast it to float32.
-        if name == "log_slopes" and value.dtype != mx.float32:
-            value = mx.where(self[name].astype(value.dtype) == value, self[name], value.astype(mx.float32))
-        super().__setitem__(name, value)
 
     def _extra_repr(self) -> str:
         return self._sizes_and_options()
