@@ -102,8 +102,7 @@ class KVCache:
             value: ``[batch, num_kv_heads, new, head_dim]``; ``head_dim`` may differ from that of ``key``.
             lengths: ``[batch]`` integers: the number of new tokens in each row, for prompts of different lengths with
                 padding at the end. Later tokens follow them directly. Default: all ``new`` tokens.
-            log_gates: ``[batch, num_heads, new]``, logarithms of forget gates, which :meth:`attend` applies: for all
-                tokens of a cache or for none.
+            log_gates: ``[batch, num_heads, new]``, for :meth:`attend`: of all tokens of a cache or of none.
 
         Raises:
             TypeError: If an argument is no floating MLX array, or key or value lacks four axes.
@@ -166,8 +165,7 @@ class KVCache:
         """Return the causal attention of the last cached tokens over all cached tokens, shaped as ``query``.
 
         It equals :func:`alibi_mlx.attention` on the arrays that :meth:`append` returned, with the same arguments, but
-        uses the cached norms, so it need not read all keys to measure them. With cached gates, ``slopes`` are zeros by
-        default.
+        uses the cached norms, so it need not read all keys to measure them. Cached gates are its ``log_gates``.
 
         Args:
             query: ``[batch, num_heads, q_len, head_dim]``, the queries of the last ``q_len`` tokens.
@@ -388,8 +386,8 @@ class KVCache:
         if self.keys is None or end > self.keys.shape[-2]:
             capacity = min(-(-end // STEP) * STEP, self.max_length or math.inf)
             space = [mx.zeros((*x.shape[:-2], capacity - self.offset, x.shape[-1]), dtype=x.dtype) for x in tokens]
-            before = [[x[..., : self.offset, :]] for x in self._stores] or [[] for _ in tokens]
-            self._stores = [mx.concatenate([*x, y], axis=-2) for x, y in zip(before, space, strict=True)]
+            held = zip(self._stores or tokens, space, strict=True)  # an empty cache takes nothing of the tokens
+            self._stores = [mx.concatenate([x[..., : self.offset, :], y], axis=-2) for x, y in held]
         return self._stores
 
 
