@@ -328,7 +328,9 @@ class Tiles:
         is_past = jnp.all(((origin >= last) & (begin == wanted)) | (wanted >= rows.stop))
         inside = jnp.clip(origin, 0, last)[..., 0]
         sums = lax.cond(
-            is_past, lambda: jnp.broadcast_to(later, shape), lambda: gate_sums(jnp, gates[..., 0, :], inside)
+            is_past,
+            lambda: jnp.broadcast_to(later, shape),
+            lambda: jnp.broadcast_to(gate_sums(jnp, gates[..., 0, :], inside), shape),
         )
         # The sum of the entire block, up to the origin: that after its first key, and the gate of that key.
         total = jnp.where(origin >= 0, sums[..., :1] + gates[..., :1], 0)
