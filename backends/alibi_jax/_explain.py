@@ -53,6 +53,7 @@ def explain(
     check_keywords(attention, arguments)
     arguments.pop("dropout_key", None)
     call = AttentionCall.check(query, key, value, slopes, layout=LENGTH_FIRST, xp=jnp, **arguments)
+    choose(implementation, call)  # raises, as the call does where it is empty
     if call.is_empty:
         return Explanation.of_nothing(call)
     tensors = tuple(jnp.swapaxes(x, -3, -2) for x in (query, key, value))

@@ -43,8 +43,8 @@ def explain(
     check_keywords(attention, arguments)
     arguments.pop("dropout_key", None)
     call = AttentionCall.check(query, key, value, slopes, xp=mx, **arguments)
+    chosen = choose(call, implementation)
     if call.is_empty:
         return Explanation.of_nothing(call)
-    chosen = choose(call, implementation)
     refusals = {name: refusal(name, call) for name in IMPLEMENTATIONS}
     return Explanation.of(call, (query, key, value), chosen, refusals, leaves_out=chosen == "tiled")

@@ -52,9 +52,9 @@ def explain(
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
     if max_key_norm is not None:
         norms_of(call, max_key_norm)  # validates it; the explanation measures all norms anyway
+    chosen = choose(call, query, key, value, implementation)
     if call.is_empty:
         return Explanation.of_nothing(call)
-    chosen = choose(call, query, key, value, implementation)
     # No call takes "triton" by default: why it would not run is of no interest.
     considered = [name for name in IMPLEMENTATIONS if name != "triton"]
     refusals = {name: refusal(name, call, query, key, value) for name in considered}

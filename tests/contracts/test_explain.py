@@ -113,6 +113,10 @@ def test_nothing_is_explained_as_nothing(backend: Backend, batch: tuple[int, ...
     result = explain(backend, *tensors(*lengths, batch))
     assert (result.implementation, result.scores_visible, result.scores_needed, result.share) == ("dense", 0, 0, 0.0)
     assert result.horizons.tolist() == [[0.0] * 4] * math.prod(batch)
+    with pytest.raises(
+        NotImplementedError, match="^implementation 'tiled' returns no weights; 'dense' can run this call$"
+    ):
+        explain(backend, *tensors(*lengths, batch), implementation="tiled", return_weights=True)
 
 
 def test_refusals_say_why_not() -> None:
