@@ -286,7 +286,7 @@ class Tiles:
         rows = rows._replace(nearest=self._nearest_keys(rows)) if self.has_hidden_keys else rows
         if self.gates is None:
             return rows
-        none = jnp.zeros_like(rows.closed, self.dtype)
+        none = jnp.zeros((*self._grouped(rows), 1), self.dtype)
         return rows._replace(origin=jnp.clip(positions - rows.nearest, 0, last), passed=(none, none))
 
     def block(self, rows: Rows, index: jax.Array, passed: Any) -> Block:
