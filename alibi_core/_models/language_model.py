@@ -229,6 +229,7 @@ class BaseLanguageModel(BaseTextModel):
                 the first of several, or 0.
             caches: From ``transformer.make_caches``, to go on from a text: they hold the first tokens of each prompt,
                 which is given from its start all the same, and are left with each row's text but its last token.
+                Without new tokens they stay as they are.
             key: The framework's random key, which determines the draws. Default: MLX's global key; JAX has no default.
 
         Returns:

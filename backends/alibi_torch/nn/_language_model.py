@@ -85,6 +85,7 @@ class AlibiLanguageModel(Checkpointing, models.BaseLanguageModel):
                 0.
             caches: From ``transformer.make_caches``, to go on from a text: they hold the first tokens of each prompt,
                 which is given from its start all the same, and are left with each row's text but its last token.
+                Without new tokens they stay as they are.
             generator: The random generator for sampling, on the device of ``tokens``. Default: PyTorch's global one.
 
         Returns:
