@@ -31,8 +31,8 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
     length is traced (under ``jax.jit``, for example), an overflow cannot raise; the output is NaN from then on.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law,
-            forget_gate: As fields of :class:`AlibiConfig`.
+        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes: As fields of :class:`AlibiConfig`.
+        window_size, dropout, distance, law, forget_gate: As fields of :class:`AlibiConfig`.
         head_dim: Features per head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, a NumPy or JAX array, not traced. Default: the canonical slopes. A
             tensor-parallel shard passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
