@@ -31,7 +31,7 @@ from alibi_core._arrays import (
     namespace_of,
     narrowed,
     running_sum,
-    without_gradient,
+    stop_gradient,
 )
 from alibi_core._bias import working_dtype
 from alibi_core._distance import difference, exact_sum
@@ -219,9 +219,9 @@ def _pair_sum(xp: Namespace, one: tuple[Any, Any], other: tuple[Any, Any]) -> tu
     """Return the sum of two numbers, each a rounded one and a rest; rests are constants where gradients are taken."""
     total, rest = exact_sum(one[0], other[0])
     # The derivative of a rest is 0, but as a difference of larger numbers it would be their rounding.
-    rest = without_gradient(xp, rest + (one[1] + other[1]))
+    rest = stop_gradient(xp, rest + (one[1] + other[1]))
     rounded = total + rest
-    return rounded, without_gradient(xp, rest - (rounded - total))
+    return rounded, stop_gradient(xp, rest - (rounded - total))
 
 
 def _beyond(xp: Namespace, sums: Any) -> Any:

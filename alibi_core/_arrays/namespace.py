@@ -341,7 +341,7 @@ def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
     if _is_jax(xp):
         return xp.take_along_axis(array, index, axis=axis, mode="clip")  # the default mode tests each index
     if _is_mlx(xp):
-        index = without_gradient(xp, index)  # MLX would differentiate indices that depend on differentiated arrays
+        index = stop_gradient(xp, index)  # MLX would differentiate indices that depend on differentiated arrays
     return xp.take_along_axis(array, index, axis=axis)
 
 
@@ -370,7 +370,7 @@ def joined(xp: Namespace, one: Any, other: Any) -> Any:
     return found.rechunk(-1) if library_name(xp) == "dask.array" else found
 
 
-def without_gradient(xp: Namespace, array: Any) -> Any:
+def stop_gradient(xp: Namespace, array: Any) -> Any:
     """Return an array as a constant where gradients are taken."""
     if _is_mlx(xp):
         return xp.stop_gradient(array)

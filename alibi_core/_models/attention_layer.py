@@ -225,7 +225,7 @@ class BaseAttention(Module):
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         else:
             counts = {} if lengths is None else {"lengths": lengths}
-            attended, longer = self._attend_to(cache, query, key, value, rules, counts, *([gates] if gates else []))
+            attended, longer = self._attend_to(cache, query, key, value, rules, counts, gates)
         if not self._is_length_first:
             attended = attended.swapaxes(1, 2)  # [batch, length, num_heads, head_dim]
         output = self.out_proj(attended.reshape(*x.shape[:2], sizes.num_heads * sizes.head_dim))
@@ -284,15 +284,16 @@ class BaseAttention(Module):
         value: Any,
         rules: dict[str, Any],
         counts: dict[str, Any],
-        gates: dict[str, Any] | None = None,
+        gates: dict[str, Any],
     ) -> tuple[Any, Any]:
         """Append tokens to a cache, and return attention to all its tokens, and None (in JAX, the updated cache).
 
-        ``counts`` holds the ``lengths`` of rows if they differ, ``gates`` the ``log_gates`` of a layer that has them.
+        ``counts`` holds the ``lengths`` of rows if they differ, ``gates`` the ``log_gates`` of a layer that has them,
+        else nothing.
         """
         before = cache_lengths([cache])
         try:
-            cache.append(key, value, **counts, **(gates or {}))
+            cache.append(key, value, **counts, **gates)
             return cache.attend(query, self._current_slopes, **rules, **counts), None
         except Exception:
             truncate(before)  # a call that raises leaves the cache unchanged

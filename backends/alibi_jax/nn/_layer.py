@@ -139,7 +139,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
         value: jax.Array,
         rules: Any,
         counts: Any,
-        gates: dict[str, jax.Array] | None = None,
+        gates: dict[str, jax.Array],
     ) -> tuple[jax.Array, KVCache]:
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be an alibi_jax.KVCache, as make_cache returns it, got {type(cache).__name__}")
@@ -148,7 +148,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
                 f"cache must have the dtype of the layer's keys, {key.dtype}, got {held}; give the layer a dtype if "
                 "its input has another than its parameters"
             )
-        cache = cache.append(key, value, **counts, **(gates or {}))
+        cache = cache.append(key, value, **counts, **gates)
         return cache.attend(query, self.slopes, **rules, **counts), cache
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:

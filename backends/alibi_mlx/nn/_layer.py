@@ -159,7 +159,7 @@ class AlibiAttention(Precise, SavesLayers, models.BaseAttention):
         value: mx.array,
         rules: dict[str, Any],
         counts: dict[str, Any],
-        gates: dict[str, Any] | None = None,
+        gates: dict[str, Any],
     ) -> tuple[mx.array, None]:
         if isinstance(cache, KVCache):
             return super()._attend_to(cache, query, key, value, rules, counts, gates)
