@@ -299,6 +299,10 @@ def test_gates_are_decoded_as_they_are_prefilled() -> None:
     torch.manual_seed(0)
     layer, x = AlibiAttention(32, HEADS, num_kv_heads=KV_HEADS, forget_gate=True), torch.randn(2, 13, 32)
     assert copy.deepcopy(layer).bfloat16().forget_proj.weight.dtype == torch.float32
+    logits: list[Tensor] = []
+    with torch.autocast("cpu", torch.bfloat16), layer.forget_proj.register_forward_hook(lambda *x: logits.append(x[2])):
+        layer(x)
+    assert [x.dtype for x in logits] == [torch.float32]
 
     def assert_close(found: Tensor, right: Tensor) -> None:
         assert (found - right).abs().max() < 1e-6
