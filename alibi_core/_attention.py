@@ -49,8 +49,8 @@ def attention(
         log_gates: ``[..., num_heads, kv_len]``, logarithms of forget gates, at most 0, -inf for a gate that closes: the
             score of an earlier key is lowered by the gates of all tokens after it, up to the query (see
             :func:`alibi_core.bias_from_gates`). Then ``slopes`` default to zeros, and the other arguments must be those
-            of causal attention along the row, with the linear law. Gates of tokens that ``mask``, as a mask of keys,
-            hides count as 0; so do those of a segment's first tokens, as nobody looks across them.
+            of causal attention along the row, with the linear law. The gate of a token that a mask of keys hides
+            counts as 0. The gate of a segment's first token counts for nobody.
         q_offset: Position of the first query, in tokens: an int, or an array of any integer dtype, ``[]`` or one value
             for each batch entry. The first key has position 0. Default ``kv_len - q_len``, which aligns the last query
             with the last key.

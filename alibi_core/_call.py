@@ -687,7 +687,7 @@ def _log_gates(
     gates = gates if layout == HEADS_FIRST else xp.matrix_transpose(gates)
     if mask is None or (mask.ndim > 1 and mask.shape[-2] != 1):
         return gates
-    # A mask of keys tells which tokens are none: their gates count for nobody.
+    # The gates of tokens that a mask of keys hides count for nobody.
     return xp.where(mask if mask.ndim == 1 else mask[..., 0, :], gates, 0.0)
 
 

@@ -146,8 +146,8 @@ class GateTotals(NamedTuple):
 def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     """Return the sums of the gates after each key up to a row's origin, ``[..., num_heads, rows, kv_len]``.
 
-    They are 0 from the origin on. ``log_gates`` are ``[..., num_heads, kv_len]``, of which closed gates count as 0;
-    ``origins``, ``[rows]`` or ``[..., num_heads or 1, rows]``, are indices of keys.
+    They are 0 from the origin on. ``log_gates`` are ``[..., num_heads, kv_len]``; closed gates count as 0. ``origins``,
+    ``[rows]`` or ``[..., num_heads or 1, rows]``, are indices of keys.
 
     Keys are summed in blocks. A sum has three terms: the gates up to the end of the key's block, whole blocks, and the
     gates of the origin's block. Each is a number and a rest until the last addition, so only three roundings are left.
@@ -190,7 +190,7 @@ def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
 
 
 def finite_gates(xp: Namespace, log_gates: Any) -> Any:
-    """Return gates of which closed ones, which are counted apart, are 0."""
+    """Return finite gates: 0 for closed ones, which are counted apart."""
     return xp.where(log_gates == -math.inf, 0.0, at_least(xp, log_gates, LOWEST))
 
 
