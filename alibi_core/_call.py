@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from alibi_core._arrays import (
+    FLOATING,
     Array,
     Device,
     DType,
@@ -39,8 +40,6 @@ TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
 FARTHEST = 2**30  # tokens; offsets in arrays are clipped to this size, so that positions fit int32
 
-# By dtype of queries and keys, the default tolerance, the unit roundoff: smaller changes are lost in rounding.
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 LARGEST_TOLERANCE = 0.5  # above 0.5 the key that a bound refers to could itself be dropped
 
 
@@ -174,7 +173,7 @@ class AttentionCall:
             q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions, log_gates = found
         working = working_dtype(xp, dtype)
         if tolerance is None:
-            tolerance = UNIT_ROUNDOFF[str(floating_name(dtype))]
+            tolerance = FLOATING[str(floating_name(dtype))].roundoff
         tolerance = min(checks.non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE)
         if positions is not None or law != "linear":
             tolerance = 0.0  # horizons know neither

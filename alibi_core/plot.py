@@ -124,7 +124,7 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
     Example:
         Eight tokens in two blocks, and two heads, of which the second needs all visible keys:
 
-        >>> from alibi_core.backend.horizon import Explanation, KeySpans
+        >>> from alibi_core.backend import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])
         >>> spans = KeySpans(np.asarray([0, 4, 8]), 8, visible, np.asarray([[[[0, 4], [4, 8]], visible[0]]]))
         >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 60, spans)

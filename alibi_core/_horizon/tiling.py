@@ -8,9 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from alibi_core._arrays import floating_name, namespace_of
-
-LIMITS = {"float32": (2.0**-23, 2.0**-126), "float64": (2.0**-52, 2.0**-1022)}  # spacing at 1, least normal number
+from alibi_core._arrays import FLOATING, floating_name, namespace_of
 
 
 def norm_bounds(vectors: Any) -> Any:
@@ -20,9 +18,9 @@ def norm_bounds(vectors: Any) -> Any:
     CPUs.
     """
     xp, head_dim = namespace_of(vectors), vectors.shape[-1]
-    eps, tiny = LIMITS[str(floating_name(vectors.dtype))]
+    limits = FLOATING[str(floating_name(vectors.dtype))]
     # Each addition may round down, and so may the root (on GPUs by several units). Squares may underflow to 0.
-    rounding, vanishing = (head_dim + 8) * eps, (head_dim * tiny) ** 0.5
+    rounding, vanishing = (head_dim + 8) * 2 * limits.roundoff, (head_dim * limits.least) ** 0.5
     sizes = xp.sqrt(xp.sum(vectors * vectors, axis=-1)) * (1 + rounding) + vanishing
     return xp.where(sizes < float("inf"), sizes, float("inf"))
 

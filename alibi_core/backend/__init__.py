@@ -25,8 +25,9 @@ from alibi_core._distance import penalty as penalty
 from alibi_core._distance import penalty_beyond as penalty_beyond
 from alibi_core._distance import relative_points as relative_points
 from alibi_core._distance import relative_position as relative_position
+from alibi_core._explanation import Explanation as Explanation
+from alibi_core._explanation import KeySpans as KeySpans
 from alibi_core._gates import GateTotals as GateTotals
 from alibi_core._gates import finite_gates as finite_gates
 from alibi_core._gates import gate_sums as gate_sums
 from alibi_core._gates import suffix_sums as suffix_sums
-from alibi_core._horizon import Explanation as Explanation
