@@ -201,9 +201,9 @@ def bias_from_positions(
     """
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given together, got one of them")
-    named = {"q_positions": q_positions, "kv_positions": kv_positions}
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        named |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    positions: dict[str, Any] = {"q_positions": q_positions, "kv_positions": kv_positions}
+    ids: dict[str, Any] = {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    named = positions | ids if q_segment_ids is not None else positions
     for name, array in named.items():
         checks.array(name, array)
     xp = namespace_of(*named.values())
@@ -212,7 +212,7 @@ def bias_from_positions(
         if check(xp, name, array).ndim < 1:
             raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
     q_points, kv_points = as_points(q_positions, kv_positions, distance, is_causal, future_slopes)
-    if all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
+    if all(is_kind(xp, x.dtype, "integral") for x in positions.values()):
         checks.positions_apart(q_positions, kv_positions)
     device = device_of(xp, q_positions)
     if device_of(xp, kv_positions) != device:
@@ -235,13 +235,13 @@ def bias_from_positions(
     # [..., 1, q_len, kv_len]
     relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise)[0])
     same = None
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        checks.by_token("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
-        checks.by_token("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
+    if q_segment_ids is not None:
+        for name, points in (("q", q_points), ("kv", kv_points)):
+            shape = *batch, points.shape[-2]
+            checks.by_token(f"{name}_segment_ids", ids[f"{name}_segment_ids"].shape, shape, f"..., {name}_len")
         # PyTorch does not compare most unsigned integers.
-        q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))
-        # [..., 1, q_len, kv_len]
-        same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
+        q_ids, kv_ids = (signed(xp, x) for x in ids.values())
+        same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])  # [..., 1, q_len, kv_len]
     return args.between(relative, kv_positions, same)
 
 
@@ -458,17 +458,10 @@ class _Arguments:
 
 def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, Any]:
     """Return the namespace of slopes and other arrays, and the slopes in the dtype of products; any sign is allowed."""
-    given = None if checks.is_int(slopes) else checks.array("slopes", slopes)
-    xp = namespace_of(None if is_numpy(given) else given, *others)
-    device = next((device_of(xp, array) for array in others), None)
-    if given is None:
-        return xp, place_slopes(xp, slopes, xp.float32, device)
-    given = adopted(xp, given, device)
-    if checks.floating_array(xp, "slopes", given).ndim < 1:
-        raise ValueError("slopes must have shape (..., num_heads), got ()")
-    working = working_dtype(xp, given.dtype)
-    checks.slopes_values("slopes", given, allow_negative=True, working=working)
-    return xp, place_slopes(xp, given, working, device)
+    xp = namespace_of(*others) if others else None
+    device = device_of(xp, others[0]) if others and (checks.is_int(slopes) or is_numpy(slopes)) else None
+    args = _Arguments.check("exact", slopes, None, True, True, xp, None, device)
+    return args.xp, args.slopes
 
 
 def working_dtype(xp: Namespace, dtype: DType) -> DType:

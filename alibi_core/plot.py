@@ -13,7 +13,6 @@ import numpy as np
 
 from alibi_core._arrays import Array, astype, checks, namespace_of, on_host
 from alibi_core._bias import bias as bias_of
-from alibi_core._extras import install_hint
 
 try:
     from matplotlib.axis import Axis
@@ -21,7 +20,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"alibi_core.plot needs matplotlib; {install_hint('plot')}") from error
+    raise ModuleNotFoundError(f"alibi_core.plot needs matplotlib; {checks.install_hint('plot')}") from error
 
 __all__ = ["bias", "explanation"]
 

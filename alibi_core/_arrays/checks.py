@@ -304,3 +304,8 @@ def by_token(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: s
 def shown(value: Any) -> str:
     """Return the text and the type of a value, for an error message."""
     return f"{brief(value)} ({type(value).__name__})"
+
+
+def install_hint(extra: str) -> str:
+    """Return the end of an error about a missing extra: how to install it. No package index has this library yet."""
+    return f"install with pip install '.[{extra}]' in a checkout of alibi-core"

@@ -16,7 +16,6 @@ from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import AttentionCall as AttentionCall
 from alibi_core._call import BiasTerms as BiasTerms
 from alibi_core._call import axis_of as axis_of
-from alibi_core._call import join_call as join_call
 from alibi_core._call import split_call as split_call
 from alibi_core._distance import exact_sum as exact_sum
 from alibi_core._distance import fixed_positions as fixed_positions

@@ -35,6 +35,36 @@ def check_new_tokens(
             raise ValueError(f"{name} must be {dtype} as the cache is, got {new.dtype}")
 
 
+def check_new_gates(
+    xp: Namespace,
+    log_gates: Any | None,
+    sizes: tuple[int, int, int],
+    held_heads: int | None,
+    *,
+    is_empty: bool,
+    length_axis: int = 2,
+    fix: str = "",
+) -> None:
+    """Check that all tokens of a cache have forget gates, or none has, and that gates of new tokens fit the cache.
+
+    ``sizes`` are ``(batch, num_kv_heads, new)``; ``held_heads`` are those of the cache's gates, None without. An empty
+    cache without gates takes some. ``length_axis`` is as in :func:`check_new_tokens`; ``fix`` ends the message.
+    """
+    if (log_gates is None) != (held_heads is None) and not (is_empty and held_heads is None):
+        raise ValueError(f"log_gates must be given for all tokens of a cache or for none, got them for some{fix}")
+    if log_gates is None:
+        return
+    given = tuple(checks.floating_array(xp, "log_gates", log_gates).shape)
+    batch, num_kv_heads, new = sizes
+    heads = held_heads or (given[3 - length_axis] if len(given) == 3 else num_kv_heads)
+    axes, expected = "batch, num_heads, length", (batch, heads, new)
+    if length_axis == 1:
+        axes, expected = "batch, length, num_heads", (batch, new, heads)
+    if given != expected or heads % num_kv_heads:
+        rule = f"{expected} ({axes}; a multiple of {num_kv_heads} heads)"
+        raise ValueError(f"log_gates must have shape {rule} to fit the cache, got {given}")
+
+
 @dataclass(frozen=True)
 class RowTokens:
     """Indices for appending a padded batch of new tokens to a cache whose rows have different lengths; in NumPy."""

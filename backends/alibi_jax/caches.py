@@ -16,6 +16,7 @@ from alibi_core.backend.caches import (
     check_covered,
     check_indices,
     check_lengths,
+    check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
@@ -161,19 +162,17 @@ class KVCache:
         sizes = batch_size, num_kv_heads, head_dim, head_dim
         check_new_tokens(jnp, key, value, sizes, self.keys.dtype, length_axis=1)
         new = key.shape[1]
-        if self.log_gates is None and log_gates is not None and _concrete(self.length) == 0:
-            shape = batch_size, *checks.array("log_gates", log_gates).shape[2:], max_length
-            empty = _cache(*tuple(vars(self).values())[:3], jnp.zeros(shape, self.key_norms.dtype), self._ends)
+        held_heads = None if self.log_gates is None else self.log_gates.shape[1]
+        rules: dict[str, Any] = {"is_empty": _concrete(self.length) == 0, "length_axis": 1, "fix": "; see gate_heads"}
+        check_new_gates(jnp, log_gates, (batch_size, num_kv_heads, new), held_heads, **rules)
+        if self.log_gates is None and log_gates is not None:
+            gates = jnp.zeros((batch_size, log_gates.shape[2], max_length), self.key_norms.dtype)
+            empty = _cache(self.keys, self.values, self.key_norms, gates, self._ends)
             return empty.append(key, value, lengths=lengths, log_gates=log_gates)
-        expected = None if self.log_gates is None else (batch_size, new, self.log_gates.shape[1])
-        if expected != (None if log_gates is None else tuple(checks.array("log_gates", log_gates).shape)):
-            has = "no gates (see gate_heads)" if expected is None else f"gates, {expected} (batch, new, gate_heads)"
-            given = None if log_gates is None else tuple(log_gates.shape)
-            raise ValueError(f"log_gates must fit a cache that has {has}, got {given}")
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         gates = None
         if log_gates is not None:
-            gates = jnp.swapaxes(checks.floating_array(jnp, "log_gates", log_gates), 1, 2).astype(self.log_gates.dtype)
+            gates = jnp.swapaxes(log_gates, 1, 2).astype(self.log_gates.dtype)
         if lengths is not None or self.lengths is not None:
             return self._append_by_row((key, value, gates), _counts(lengths, batch_size, new, max_length))
         check_room(new, max_length, _concrete(self._ends))

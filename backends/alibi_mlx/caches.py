@@ -14,6 +14,7 @@ from alibi_core.backend.caches import (
     cache_summary,
     check_indices,
     check_lengths,
+    check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
@@ -21,7 +22,6 @@ from alibi_core.backend.caches import (
 )
 from alibi_core.backend.checks import (
     explains_keywords,
-    floating_array,
     floating_dtype,
     non_negative_int,
     one_of,
@@ -111,7 +111,11 @@ class KVCache:
         if self.offset == 0:
             self._forget()  # an empty cache accepts any keys that its arguments admit, also after truncation
         self._check_new(key, value)
-        new = key, value, *self._new_gates(log_gates, key)
+        held_heads, sizes = None if self._gates is None else self._gates.shape[1], key.shape[:3]
+        check_new_gates(mx, log_gates, sizes, held_heads, is_empty=self.keys is None)
+        new = [key, value]
+        if log_gates is not None:  # as one feature
+            new.append(log_gates[..., None].astype(mx.float64 if key.dtype == mx.float64 else mx.float32))
         start, end = self.offset, self.offset + key.shape[-2]
         if lengths is None and self.lengths is None:
             for held, x in zip(self._with_room(new, end), new, strict=True):
@@ -362,25 +366,12 @@ class KVCache:
         check_new_tokens(mx, key, value, sizes, self._dtype or getattr(like[0], "dtype", None))
         self._check_offset()
 
-    def _new_gates(self, log_gates: mx.array | None, key: mx.array) -> list[mx.array]:
-        """Return the gates of new tokens as one feature of each, if there are some, having checked that they fit."""
-        if self.keys is not None and (log_gates is None) != (self._gates is None):
-            raise ValueError("log_gates must be given for all tokens of a cache or for none, got them for some")
-        if log_gates is None:
-            return []
-        heads = None if self._gates is None else self._gates.shape[1]
-        shape = tuple(floating_array(mx, "log_gates", log_gates).shape)
-        if len(shape) != 3 or shape != (key.shape[0], heads or shape[1], key.shape[2]):
-            expected = f"({key.shape[0]}, {heads or 'num_heads'}, {key.shape[2]}) (batch, num_heads, length)"
-            raise ValueError(f"log_gates must have shape {expected} to fit the cache, got {shape}")
-        return [log_gates[..., None].astype(mx.float64 if key.dtype == mx.float64 else mx.float32)]
-
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if not 0 <= self.offset <= capacity:
             raise ValueError(f"offset must be at most the cache's capacity, {capacity} tokens, got {self.offset}")
 
-    def _with_room(self, tokens: tuple[mx.array, ...], end: int) -> list[mx.array]:
+    def _with_room(self, tokens: list[mx.array], end: int) -> list[mx.array]:
         """Grow the cache to a capacity of at least ``end`` tokens if needed, and return its stores of these tokens."""
         check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
         if self.keys is None or end > self.keys.shape[-2]:

@@ -14,6 +14,7 @@ from alibi_core.backend.caches import (
     cache_summary,
     check_indices,
     check_lengths,
+    check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
@@ -21,14 +22,13 @@ from alibi_core.backend.caches import (
 )
 from alibi_core.backend.checks import (
     explains_keywords,
-    floating_array,
     floating_dtype,
     non_negative_int,
     one_of,
     positive_int,
 )
 from alibi_core.backend.horizon import KeyNorms
-from alibi_torch._attention import PLAIN, altered, checked, is_special, run
+from alibi_torch._attention import PLAIN, checked, is_special, run
 from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, unit_strided, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted, has_tangent, needs_gradients
 from alibi_torch._internals import in_transform, is_watched, skipped_by_compilers, version
@@ -150,7 +150,13 @@ class KVCache:
         key, value = self._cast(key), self._cast(value)
         _check_appended(key, value, self.keys)
         new = key.shape[2]
-        self._hold_gates(log_gates, new)
+        gates = None if self.length == 0 else self.log_gates
+        held_heads = None if gates is None else gates.shape[1]
+        check_new_gates(xp, log_gates, (*key.shape[:2], new), held_heads, is_empty=self.length == 0)
+        if log_gates is not None and gates is None:
+            shape = *log_gates.shape[:2], self.max_length
+            gates = log_gates.new_zeros(shape, dtype=self._norms_by_block.dtype)
+        self.log_gates = gates
         if lengths is not None or self.lengths is not None:
             self._append_by_row(key, value, lengths, log_gates)
         else:
@@ -161,27 +167,6 @@ class KVCache:
                 self.log_gates.narrow(2, self.length, new).copy_(log_gates)
             self.length += new
         return self._held_tensors()
-
-    def _hold_gates(self, log_gates: Tensor | None, new: int) -> None:
-        """Check the gates of new tokens, and make room for them if they are the first."""
-        if self.length == 0:
-            self.log_gates = None
-        if log_gates is None is self.log_gates:
-            return
-        if log_gates is None or (self.log_gates is None and self.length > 0):
-            raise ValueError("log_gates must be given for all tokens of a cache, or for none, got both kinds of tokens")
-        batch_size, num_kv_heads, max_length, _ = self.keys.shape
-        given = tuple(floating_array(xp, "log_gates", log_gates).shape)
-        heads = given[1] if self.log_gates is None and len(given) == 3 else num_kv_heads
-        heads = heads if self.log_gates is None else self.log_gates.shape[1]
-        if given != (batch_size, heads, new) or heads % num_kv_heads:
-            raise ValueError(
-                f"log_gates must have shape ({batch_size}, num_heads, {new}), with a multiple of {num_kv_heads} heads, "
-                f"got {given}"
-            )
-        if self.log_gates is None:
-            dtype = self._norms_by_block.dtype
-            self.log_gates = log_gates.new_zeros((batch_size, heads, max_length), dtype=dtype)
 
     def _cast(self, tensor: Any) -> Any:
         """Return a tensor in the dtype of a cache that has autocast's, as autocast casts it for attention."""
@@ -321,7 +306,7 @@ class KVCache:
 
     def _attend_next(self, step: NextStep, query: Tensor) -> Tensor:
         """Return the result of a step whose arguments have been checked."""
-        call = altered(step.call, kv_len=self.length, q_offset=self.length - 1)
+        call = step.call.having(kv_len=self.length, q_offset=self.length - 1)
         norms = self._norms(NEAR) if uses_norms(call) else None
         tensors = unit_strided(query, *self._held_tensors())
         result, _ = attend_last_query(call, *tensors, norms, step.biases)

@@ -426,6 +426,22 @@ def test_an_empty_cache_is_not_attended_to(name: str) -> None:
         cache.truncate(0)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_all_tokens_of_a_cache_have_gates_or_none_has(name: str) -> None:
+    cache, gated = keeping(name, SMALL), keeping(name, SMALL, has_gates=True)
+    of_heads = {heads: np.zeros((BATCH, heads, 2), np.float32) for heads in (KV_HEADS, HEADS - 1, HEADS)}
+    with pytest.raises(ValueError, match=f"^log_gates must have shape .* a multiple of {KV_HEADS} heads"):
+        cache.append(*zeros(2), gates=of_heads[HEADS - 1])
+    cache.append(*zeros(2))
+    gated.append(*zeros(2), gates=of_heads[HEADS])
+    for one, gates in ((cache, of_heads[HEADS]), (gated, None)):
+        with pytest.raises(ValueError, match="^log_gates must be given for all tokens of a cache or for none"):
+            one.append(*zeros(2), gates=gates)
+    for gates in (of_heads[KV_HEADS], of_heads[HEADS][:, :, :1]):
+        with pytest.raises(ValueError, match="^log_gates must have shape .* to fit the cache, got"):
+            gated.append(*zeros(2), gates=gates)
+
+
 ROWS = np.zeros((BATCH, 2, 2, HEAD_DIM), np.float32)
 # Calls of a cache of 4 tokens, with room for 4 more.
 REFUSED: dict[type[Exception], list[tuple[Callable[[Cache], Any], str]]] = {
