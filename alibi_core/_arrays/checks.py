@@ -235,8 +235,17 @@ def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] 
         raise ValueError(f"{name} must have shape {(num_heads,)} (num_heads){batched}, got {shape}{reminder}")
 
 
-def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
-    """Check that an int given for slopes is the number of heads."""
+def slopes_count(name: str, count: Any, num_heads: int, axes: str, divided: Sequence[str] = ()) -> None:
+    """Check that an int given for slopes is the number of heads.
+
+    It is refused if mesh axes divide the query, because they may divide the heads.
+    """
+    if divided:
+        raise ValueError(
+            f"{name} must be an array where query is divided along {', '.join(map(repr, divided))}, as its {num_heads} "
+            f"heads may be a part of all heads: give alibi_core.slopes({num_heads}) if they are not, else their part "
+            f"of the slopes of all heads; got {brief(count)}"
+        )
     if count == num_heads:
         return
     if name == "future_slopes":
@@ -245,16 +254,6 @@ def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
             "zeros gives the clamped form"
         )
     raise ValueError(f"{name} must count the heads of query, {num_heads}, got {brief(count)}; its axes are {axes}")
-
-
-def slopes_of_all_heads(name: str, count: Any, num_heads: int, axes: list[str]) -> None:
-    """Refuse a number of heads in place of slopes if mesh axes divide the query: they may divide the heads."""
-    if axes:
-        raise ValueError(
-            f"{name} must be an array where query is divided along {', '.join(map(repr, axes))}, as its {num_heads} "
-            f"heads may be a part of all heads: give alibi_core.slopes({num_heads}) if they are not, else their part "
-            f"of the slopes of all heads; got {brief(count)}"
-        )
 
 
 def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DType = "float64") -> None:

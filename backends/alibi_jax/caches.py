@@ -301,7 +301,8 @@ class KVCache:
         # A negative length is traced, or it would have raised: it makes the cache invalid.
         kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self._ends, length))
         length = jnp.where(self._ends > self.max_length, self._ends, kept)
-        return _cache(self.keys, _of_first(self.values, length), self.key_norms, self.log_gates, length)
+        gates = None if self.log_gates is None else _of_first(self.log_gates, length)
+        return _cache(self.keys, _of_first(self.values, length), self.key_norms, gates, length)
 
     def select_batch(self, indices: jax.Array) -> KVCache:
         """Return the cache of the sequences at ``indices``, ``[new batch]`` integers, which may repeat.
@@ -337,12 +338,12 @@ jax.tree_util.register_pytree_with_keys(
 
 @broadcasting
 def _of_first(values: jax.Array, length: jax.Array) -> jax.Array:
-    """Return values with zeros from ``length``, ``[]`` or ``[batch]``, on.
+    """Return values, or gates, with zeros from ``length``, ``[]`` or ``[batch]``, on.
 
-    Masked slots have a weight of 0, but 0 * NaN and 0 * inf are NaN.
+    Masked slots have a weight of 0, but 0 * NaN and 0 * inf are NaN; gates of NaN are refused.
     """
     is_held = jnp.arange(values.shape[2]) < length[..., None]  # [slots] or [batch, slots]
-    return jnp.where(is_held.reshape(-1, 1, values.shape[2], 1), values, 0)
+    return jnp.where(is_held.reshape(-1, 1, values.shape[2], *[1] * (values.ndim - 3)), values, 0)
 
 
 def _counts(lengths: jax.Array | None, batch_size: int, new: int, max_length: int) -> jax.Array:

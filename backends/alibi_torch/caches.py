@@ -335,8 +335,9 @@ class KVCache:
         kept = np.minimum(held, most)
         forgotten = RowTokens.of(kept, held - kept)
         rows, slots = (torch.from_numpy(x).to(self.keys.device) for x in (forgotten.rows, forgotten.slots))
-        for tensor in (self.keys, self.values):
-            tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
+        for tensor in (self.keys, self.values, self.log_gates):
+            if tensor is not None:
+                tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
         self._hold(kept)
 
     def select_batch(self, indices: Tensor) -> None:

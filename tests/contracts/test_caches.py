@@ -442,6 +442,18 @@ def test_all_tokens_of_a_cache_have_gates_or_none_has(name: str) -> None:
             gated.append(*zeros(2), gates=gates)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [None, ints(2, 3)])
+def test_gates_that_are_taken_back_count_for_nobody(name: str, lengths: Any) -> None:
+    cache, tokens, query = keeping(name, SMALL, has_gates=True), normal(BATCH, KV_HEADS, 3, HEAD_DIM), queries(1)
+    gates = np.full((BATCH, HEADS, 3), -0.5, np.float32)
+    cache.append(tokens, tokens, lengths, gates)
+    expected = cache.attend(query)
+    cache.append(tokens, tokens, gates=gates * np.nan)
+    cache.truncate(3 if lengths is None else cache.framework.array(lengths))
+    assert np.array_equal(cache.attend(query), expected)
+
+
 ROWS = np.zeros((BATCH, 2, 2, HEAD_DIM), np.float32)
 # Calls of a cache of 4 tokens, with room for 4 more.
 REFUSED: dict[type[Exception], list[tuple[Callable[[Cache], Any], str]]] = {
