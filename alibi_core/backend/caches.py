@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import Namespace, checks, host_values, namespace_of
+from alibi_core._arrays import Namespace, checks, host_values, namespace_of, on_host
 
 
 def check_new_tokens(
@@ -93,6 +93,13 @@ def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most:
     if values is not None and not np.all((values >= 0) & (values <= most)):
         raise ValueError(f"{name} must be from 0 to the number of tokens, {most}, got {values.astype(int).tolist()}")
     return lengths
+
+
+def counts_of_rows(xp: Namespace, lengths: Any | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:
+    """Return the number of new tokens in each row, read on the host; ``new`` without ``lengths``, which are checked."""
+    if lengths is None:
+        return np.full(batch_size, new)
+    return on_host(xp, check_lengths(xp, "lengths", lengths, batch_size, new)).astype(np.int64)
 
 
 def check_indices(xp: Namespace, indices: Any, batch_size: int) -> Any:

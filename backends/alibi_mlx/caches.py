@@ -18,6 +18,7 @@ from alibi_core.backend.caches import (
     check_new_tokens,
     check_room,
     check_span,
+    counts_of_rows,
     over_keys,
 )
 from alibi_core.backend.checks import (
@@ -122,7 +123,7 @@ class KVCache:
                 held[..., start:end, :] = x
             self.offset, self._measured = end, min(self._measured, start)
             return self.state[:2]
-        counts = _counts(lengths, *key.shape[:3:2])
+        counts = counts_of_rows(mx, lengths, *key.shape[:3:2])
         tokens = RowTokens.of(self._held(counts.size), counts)
         end = int(tokens.ends.max(initial=0))
         rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
@@ -191,7 +192,7 @@ class KVCache:
         rules |= {"window_size": window_size, "law": law, "log_gates": self.log_gates}
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
-            offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
+            offsets = self._held(query.shape[0]) - counts_of_rows(mx, lengths, *query.shape[:3:2])
             check_span(self.offset, self.offset - int(offsets.min(initial=self.offset)))
             rules["q_offset"] = mx.array(offsets.astype(np.int32))
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
@@ -380,10 +381,3 @@ class KVCache:
             held = zip(self._stores or tokens, space, strict=True)  # an empty cache takes nothing of the tokens
             self._stores = [mx.concatenate([x[..., : self.offset, :], y], axis=-2) for x, y in held]
         return self._stores
-
-
-def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:
-    """Return the number of new tokens in each row; ``new`` without ``lengths``."""
-    if lengths is None:
-        return np.full(batch_size, new)
-    return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)

@@ -18,6 +18,7 @@ from alibi_core.backend.caches import (
     check_new_tokens,
     check_room,
     check_span,
+    counts_of_rows,
     over_keys,
 )
 from alibi_core.backend.checks import (
@@ -178,12 +179,6 @@ class KVCache:
         """Return views of the keys and values of all cached tokens."""
         return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
 
-    def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
-        """Return the number of new tokens in each row, ``[batch_size]``; ``new`` without ``lengths``."""
-        if lengths is None:
-            return np.full(self.keys.shape[0], new)
-        return check_lengths(xp, "lengths", lengths, self.keys.shape[0], new).cpu().numpy().astype(np.int64)
-
     def _held(self) -> np.ndarray[Any, Any]:
         """Return the number of cached tokens in each row, ``[batch_size]``."""
         return np.full(self.keys.shape[0], self.length) if self.lengths is None else self.lengths.numpy()
@@ -195,13 +190,13 @@ class KVCache:
     @_on_host
     def _offsets(self, lengths: Tensor | None, new: int) -> Tensor:
         """Return the position of the first of the last ``new`` tokens in each row, ``[batch_size]``."""
-        offsets = self._held() - self._counts(lengths, new)
+        offsets = self._held() - counts_of_rows(xp, lengths, self.keys.shape[0], new)
         check_span(self.length, self.length - int(offsets.min()))
         return torch.from_numpy(offsets).to(self.keys.device)
 
     @_on_host
     def _append_by_row(self, key: Tensor, value: Tensor, lengths: Tensor | None, log_gates: Tensor | None) -> None:
-        counts = self._counts(lengths, key.shape[2])
+        counts = counts_of_rows(xp, lengths, self.keys.shape[0], key.shape[2])
         tokens = RowTokens.of(self._held(), counts)
         end = int(tokens.ends.max())
         check_room(end - self.length, self.max_length, self.length)
