@@ -298,7 +298,7 @@ def linear_bias(
     relative: Any,
     visible: Any | None,
     *,
-    reach: Any | None = None,
+    unit_bias: Any | None = None,
     out: Any | None = None,
     is_causal: bool,
     is_positive: bool = False,
@@ -312,7 +312,7 @@ def linear_bias(
         future_slopes: The slopes where ``relative > 0``, in the shape of ``slopes``; None to use ``slopes`` there too.
         relative: Key minus query positions, which broadcast against ``[..., num_heads, q_len, kv_len]``.
         visible: Booleans that broadcast against the same shape, False where masked; None if nothing is masked.
-        reach: From :func:`reach_of`. Default: computed here, with a bias of 0 at distance 0.
+        unit_bias: From :func:`unit_bias_of`. Default: computed here, with a bias of 0 at distance 0.
         out: An array of the result's shape to write it to if nothing is masked, in a library that can.
         is_causal: Whether ``visible`` is False wherever ``relative > 0``.
         is_positive: Whether the slopes are known to be positive constants.
@@ -321,19 +321,19 @@ def linear_bias(
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
-    if reach is None:
-        reach = reach_of(xp, relative, None, slopes.dtype, is_causal=is_causal, law=law)
+    if unit_bias is None:
+        unit_bias = unit_bias_of(xp, relative, None, slopes.dtype, is_causal=is_causal, law=law)
     # No mask, so no -inf: one product.
     if visible is None:
-        return rates * reach if out is None else xp.multiply(rates, reach, out=out)
+        return rates * unit_bias if out is None else xp.multiply(rates, unit_bias, out=out)
     if is_positive:
         # One pass over the large array instead of two. Not for slopes of 0 (0 * inf is NaN), nor if slopes need a
         # gradient, which would multiply by this infinity.
-        return rates * xp.where(visible, reach, float("-inf"))
-    return rates * xp.where(visible, reach, 0.0) + xp.where(visible, xp.zeros_like(reach), float("-inf"))
+        return rates * xp.where(visible, unit_bias, float("-inf"))
+    return rates * xp.where(visible, unit_bias, 0.0) + xp.where(visible, xp.zeros_like(unit_bias), float("-inf"))
 
 
-def reach_of(
+def unit_bias_of(
     xp: Namespace,
     relative: Any,
     nearest: Any | None,
@@ -351,10 +351,10 @@ def reach_of(
     if law != "linear" and nearest is None:
         return astype(xp, 0 - _penalty_of(xp, xp.abs(relative), law, dtype), dtype)
     # If causal, future keys are masked later, so abs() is not needed. `0 - abs(x)` avoids the -0.0 of `-abs(x)`.
-    reach = relative if is_causal else 0 - xp.abs(relative)
-    reach = reach if nearest is None else reach + nearest
-    reach = astype(xp, reach if rest is None else reach - rest, dtype)
-    return reach if law == "linear" else 0 - penalty_beyond(xp, 0 - reach, astype(xp, nearest, dtype), law)
+    unit_bias = relative if is_causal else 0 - xp.abs(relative)
+    unit_bias = unit_bias if nearest is None else unit_bias + nearest
+    unit_bias = astype(xp, unit_bias if rest is None else unit_bias - rest, dtype)
+    return unit_bias if law == "linear" else 0 - penalty_beyond(xp, 0 - unit_bias, astype(xp, nearest, dtype), law)
 
 
 def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:

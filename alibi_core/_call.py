@@ -29,7 +29,7 @@ from alibi_core._arrays import (
     namespace_of,
     signed,
 )
-from alibi_core._bias import linear_bias, place_slopes, reach_of, with_head_axis, working_dtype
+from alibi_core._bias import linear_bias, place_slopes, unit_bias_of, with_head_axis, working_dtype
 from alibi_core._distance import DISTANCES, LAWS, check_dims, difference, may_have_nan, points_of_call, relative_points
 from alibi_core._gates import checked_gates, gate_sums, sees_through, within
 from alibi_core._mask import boolean_mask, with_score_axes
@@ -49,7 +49,7 @@ class BiasTerms(NamedTuple):
     relative: Any  # key minus query position
     visible: Any | None  # None: every query sees every key
     attends: Any | None  # whether a query sees a key; None if all do
-    reach: Any  # the bias of slopes of 1
+    unit_bias: Any  # the bias of slopes of 1
     # with gates, the key from which each query counts them: [q_len] or [..., num_heads or 1, q_len]
     origins: Any | None = None
 
@@ -423,7 +423,7 @@ class AttentionCall:
                 result must be replaced by zeros; None if there are none, or no scores.
         """
         terms = self.bias_terms() if terms is None else terms
-        bias = self._linear_bias(terms.relative, terms.visible, reach=terms.reach, out=out)
+        bias = self._linear_bias(terms.relative, terms.visible, unit_bias=terms.unit_bias, out=out)
         if self.log_gates is not None:
             # Without origins there are no elements, but the bias stays connected to the gates.
             is_empty, gates = terms.origins is None, self.log_gates
@@ -454,10 +454,10 @@ class AttentionCall:
             origins = self._key_near(nearest[..., 0])
         is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
         rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law, "rest": rest}
-        reach = reach_of(xp, relative, nearest, self.slopes.dtype, **rules)
+        unit_bias = unit_bias_of(xp, relative, nearest, self.slopes.dtype, **rules)
         # In a fully masked row all keys become visible, at distance 0: the bias is 0.
-        reach = reach if attends is None else xp.where(attends, reach, 0.0)
-        return BiasTerms(relative, visible, attends, reach, origins)
+        unit_bias = unit_bias if attends is None else xp.where(attends, unit_bias, 0.0)
+        return BiasTerms(relative, visible, attends, unit_bias, origins)
 
     @property
     def bias_by_distance(self) -> Any:

@@ -17,7 +17,7 @@ from alibi_core._horizon import ENDLESS, KeyRanges, Tiling, entry_of, host_range
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TILING = Tiling(q_block=256, kv_block=128, part_elements=2**20, few=16, worthwhile=20)
+TILING = Tiling(q_block=256, kv_block=128, part_elements=2**20, step_queries=16, least_decay=20)
 
 
 class KeySpans(NamedTuple):

@@ -34,12 +34,12 @@ class Tiling:
         kv_block: Keys that share a norm bound; in long sequences a multiple of this many do.
         most_blocks: The largest number of blocks of queries, and of keys. None for no limit.
         part_elements: Elements of queries or keys processed at a time, to avoid a full float32 copy. None for all.
-        worthwhile: The mean-of-keys bound is used only where slope * kv_len is at least this. None for nowhere: it
+        least_decay: The mean-of-keys bound is used only where slope * kv_len is at least this. None: never, as it
             reads the slopes on the host.
         norm_bounds: Function that bounds norms, as :func:`norm_bounds` does. Keys that are not centred are passed in
             their own dtype.
-        few: Up to this many queries, a call is a decoding step: jobs are planned for few kernel calls, and keys are not
-            centred.
+        step_queries: Up to this many queries, a call is a decoding step: jobs are planned for few kernel calls, and
+            keys are not centred.
         rows: The smallest and the largest number of queries in a tile. A tile lies within one ``q_block``, whose bound
             it uses, so tiles have fewer rows where the number does not divide ``q_block``.
         bias_elements: The largest number of elements in the bias of one call. A single head may exceed it.
@@ -52,9 +52,9 @@ class Tiling:
     kv_block: int
     most_blocks: int | None = 512
     part_elements: int | None = None
-    worthwhile: float | None = None
+    least_decay: float | None = None
     norm_bounds: Callable[[Any], Any] = norm_bounds
-    few: int = 0
+    step_queries: int = 0
     rows: tuple[int, int] = (16, 64)
     bias_elements: int = 2**20
     call_scores: int = 0

@@ -70,7 +70,7 @@ class Biases:
         nothing.
         """
         terms = replace(self._tile(job), log_gates=None).bias_terms()
-        penalties = -_four_axes(terms.reach)
+        penalties = -_four_axes(terms.unit_bias)
         if self._call.future_slopes is None:
             return [penalties]
         is_ahead = _four_axes(terms.relative) > 0

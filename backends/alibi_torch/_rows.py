@@ -24,7 +24,7 @@ from alibi_torch._derivatives import RATES
 from alibi_torch._internals import fused_backward, fused_forward
 
 # Fused kernels take up to 256 queries at a time. The bias of a block has about 4 MiB of float32, to stay in a cache.
-TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, few=16)
+TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, step_queries=16)
 NORMS = {"manhattan": 1.0, "euclidean": 2.0, "chebyshev": math.inf}  # as exponents
 
 
