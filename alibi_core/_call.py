@@ -23,6 +23,7 @@ from alibi_core._arrays import (
     device_of,
     divided_along,
     floating_name,
+    host_values,
     is_constant,
     is_kind,
     is_numpy,
@@ -83,6 +84,8 @@ class AttentionCall:
     future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # shaped as slopes; None means slopes
     # [*batch, num_heads, kv_len], working_dtype; 0 for masked tokens, -inf for closed gates
     log_gates: Any | None = field(metadata={"axes": ("heads", "keys")})
+    # logits that take weight and give nothing, [num_heads, 1], working_dtype; biases then count from the query itself
+    sinks: Any | None = field(metadata={"axes": ("heads", "queries")})
     is_causal: bool
     q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
     q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
@@ -119,6 +122,7 @@ class AttentionCall:
         is_causal: bool = True,
         future_slopes: Array | None = None,
         log_gates: Array | None = None,
+        sinks: Array | None = None,
         q_offset: int | Array | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
         window_size: int | None = None,
@@ -152,7 +156,7 @@ class AttentionCall:
         """
         q_ids, kv_ids = _pair("segment_ids", segment_ids)
         q_positions, kv_positions = _pair("positions", positions)
-        others = {"log_gates": log_gates, "q_offset": q_offset, "mask": mask, "added_bias": added_bias}
+        others = {"log_gates": log_gates, "sinks": sinks, "q_offset": q_offset, "mask": mask, "added_bias": added_bias}
         others |= {"segment_ids": q_ids, "segment_ids of keys": kv_ids}
         others |= {"positions": q_positions, "positions of keys": kv_positions}
         given = {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
@@ -164,7 +168,7 @@ class AttentionCall:
         made = {id(x): constant(xp, name, x, device) for name, x in others.items() if is_constant(x, query)}
         if made:  # by id: one array stays one
             found = (made.get(id(x), x) for x in others.values())
-            log_gates, q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions = found
+            log_gates, sinks, q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions = found
         working = working_dtype(xp, dtype)
         if tolerance is None:
             tolerance = FLOATING[str(floating_name(dtype))].roundoff
@@ -230,6 +234,7 @@ class AttentionCall:
             slopes=past,
             future_slopes=future,
             log_gates=log_gates,
+            sinks=None if sinks is None else _sinks(xp, sinks, sizes.num_heads, working),
             is_causal=bool(is_causal),
             q_offset=offset,
             q_segment_ids=q_segment_ids,
@@ -444,14 +449,15 @@ class AttentionCall:
         if visible is not None and not self.every_query_attends and not self.is_empty:
             # [..., q_len, 1]: False for fully masked rows
             attends = xp.any(visible, axis=-1, keepdims=True)
-            if self.mask is not None or self.q_segment_ids is not None or self.q_points is not None:
+            has_rules = self.mask is not None or self.q_segment_ids is not None or self.q_points is not None
+            if has_rules and self.sinks is None:
                 nearest = self._origin(relative, visible)
             visible = xp.logical_or(visible, xp.logical_not(attends))
             nearest = None if nearest is None else xp.where(attends, nearest, 0)
         origins = None
-        if self.log_gates is not None and nearest is not None and not self.is_empty:
+        if self.log_gates is not None and not self.is_empty:
             # The nearest visible key, as for distances: [..., q_len, 1] becomes [..., q_len].
-            origins = self._key_near(nearest[..., 0])
+            origins = self._key_near(0 if nearest is None else nearest[..., 0])
         is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
         rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law, "rest": rest}
         unit_bias = unit_bias_of(xp, relative, nearest, self.slopes.dtype, **rules)
@@ -479,14 +485,17 @@ class AttentionCall:
     def _relative(self, relative: Any | None) -> tuple[Any, Any | None, Any | None]:
         """Return relative positions, rests, as of :func:`relative_points`, and a lower bound of each query's distances.
 
-        The bound is ``[..., q_len, 1]``; None for 0.
+        The bound is ``[..., q_len, 1]``; None for 0, which a sink asks for: a constant a row would change its weight.
         """
         xp, rest = self.xp, None
         if self.q_points is None:
             q_positions, kv_positions = self.positions()
             relative = difference(q_positions, kv_positions)
+            if self.sinks is not None:
+                return with_head_axis(relative), None, None
             return with_head_axis(relative), None, with_head_axis(self.distance_to_keys(q_positions)[..., :, None])
-        has_nearest = not (self.is_empty or self.sees_own_key)  # the own key is at distance 0
+        # the own key is at distance 0
+        has_nearest = self.sinks is None and not (self.is_empty or self.sees_own_key)
         if relative is None:
             points: Any = self.q_points, self.kv_points, self.distance, self.working_dtype, self.may_lack_points
             relative, rest = relative_points(xp, *points, with_rest=has_nearest)
@@ -684,6 +693,17 @@ def _log_gates(
         return gates
     # The gates of tokens that a mask of keys hides count for nobody.
     return xp.where(mask if mask.ndim == 1 else mask[..., 0, :], gates, 0.0)
+
+
+def _sinks(xp: Namespace, sinks: Any, num_heads: int, dtype: DType) -> Any:
+    """Check sinks, ``[num_heads]``; return them with an axis for queries, in the working dtype."""
+    if tuple(checks.floating_array(xp, "sinks", sinks).shape) != (num_heads,):
+        raise ValueError(f"sinks must have shape ({num_heads},) (num_heads), got {tuple(sinks.shape)}")
+    sinks = astype(xp, sinks, dtype)
+    is_right = host_values(xp.all(sinks < math.inf))
+    if is_right is not None and not is_right:
+        raise ValueError("sinks must be numbers below inf (-inf is no sink), got NaN or inf")
+    return sinks[:, None]
 
 
 def _segment_ids(xp: Namespace, pair: tuple[Any, Any], sizes: _Sizes) -> tuple[Any, Any]:

@@ -20,9 +20,9 @@ class LayerShape:
     The projections map ``embed_dim`` to ``num_heads * head_dim`` (queries) and ``num_kv_heads * head_dim`` (keys,
     values) features, and back. In a safetensors file they are ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``
     and ``out_proj.weight``, each ``[out, in]``, with a ``.bias`` if ``bias=True``, and ``log_slopes`` ``[num_heads]``
-    if the slopes are learnable. A forget gate has ``forget_proj.weight`` and ``.bias``, always float32. Slopes here are
-    Python floats rounded to float32, so casting a module does not change
-    them.
+    if the slopes are learnable. A forget gate has ``forget_proj.weight`` and ``.bias``, sinks are ``sinks``,
+    ``[num_heads]``; both are always float32. Slopes here are Python floats rounded to float32, so casting a module does
+    not change them.
     """
 
     embed_dim: int
@@ -50,6 +50,7 @@ class LayerShape:
         distance: str = "manhattan",
         law: str = "linear",
         forget_gate: bool = False,
+        sinks: bool = False,
     ) -> LayerShape:
         """Check a layer's arguments and fill in its sizes and slopes."""
         embed_dim = checks.positive_int("embed_dim", embed_dim)
@@ -65,6 +66,7 @@ class LayerShape:
         checks.direction(is_causal, future_slopes)
         checks.boolean("learnable_slopes", learnable_slopes)
         checks.boolean("bias", bias)
+        checks.boolean("sinks", sinks)
         if learnable_slopes and future_slopes is not None:
             raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
         # Slopes become Python floats, so they must have values now.
@@ -214,6 +216,7 @@ class BaseAttention(Module):
         query, key, value = self._heads(x, source)
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": self.window_size}
         rules |= {"implementation": self.implementation, "law": self.law}
+        rules |= {"sinks": self.sinks[...]} if getattr(self, "sinks", None) is not None else {}
         gates = {} if getattr(self, "forget_proj", None) is None else {"log_gates": self._log_gates(source)}
         longer = None
         if cache is None:
@@ -252,10 +255,8 @@ class BaseAttention(Module):
         options: dict[str, Any] = {name: getattr(self.shape, name) for name in names} | {"is_causal": self.is_causal}
         if self.window_size is not None:
             options["window_size"] = self.window_size
-        if getattr(self, "log_slopes", None) is not None:
-            options["learnable_slopes"] = True
-        if getattr(self, "forget_proj", None) is not None:
-            options["forget_gate"] = True
+        own = {"learnable_slopes": "log_slopes", "forget_gate": "forget_proj", "sinks": "sinks"}
+        options |= {option: True for option, name in own.items() if getattr(self, name, None) is not None}
         return ", ".join(f"{name}={value}" for name, value in options.items())
 
     def _heads(self, x: Any, source: Any) -> Iterator[Any]:

@@ -93,6 +93,7 @@ class AlibiConfig:
         forget_gate: Whether each token decides how much of the tokens before it is forgotten: one linear map to a logit
             a head, in float32, whose ``log_sigmoid`` are the ``log_gates`` of attention. Slopes are then 0, unless they
             are given. Causal attention only.
+        sinks: Whether each head of attention has a learned sink, a float32 logit that begins at 0.
         window_size, distance, law: As in :func:`alibi_core.attention`.
         implementation: As in the backend's ``attention``, which checks it: the name of an implementation.
         gradient_checkpointing: Whether training keeps only the inputs of blocks for the backward pass, which computes
@@ -137,6 +138,7 @@ class AlibiConfig:
     future_slopes: tuple[float, ...] | None = None
     learnable_slopes: bool = False
     forget_gate: bool = False
+    sinks: bool = False
     window_size: int | None = None
     distance: str = "manhattan"
     law: str = "linear"
@@ -199,7 +201,7 @@ class AlibiConfig:
             for name, values in (("slopes", self.slopes), ("future_slopes", self.future_slopes))
         }
         names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
-        arrays |= {"forget_gate": True} if self.forget_gate else {}
+        arrays |= {name: True for name in ("forget_gate", "sinks") if getattr(self, name)}
         return arrays | {name: getattr(self, name) for name in (*names, "dropout", "distance", "law", "implementation")}
 
 

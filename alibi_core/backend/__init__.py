@@ -10,6 +10,7 @@ more:
 """
 
 from alibi_core._attention import dense_attention as dense_attention
+from alibi_core._attention import with_sinks as with_sinks
 from alibi_core._bias import unit_bias_of as unit_bias_of
 from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST

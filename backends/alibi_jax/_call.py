@@ -26,7 +26,7 @@ def _unflatten(static: Any, arrays: tuple[Any, ...]) -> AttentionCall:
 jax.tree_util.register_pytree_node(AttentionCall, _flatten, _unflatten)
 
 
-MOVING = ("slopes", "future_slopes", "log_gates")  # the arrays of a call that have gradients
+MOVING = ("slopes", "future_slopes", "log_gates", "sinks")  # the arrays of a call that have gradients
 
 
 def moving_arrays(call: AttentionCall) -> dict[str, Any]:

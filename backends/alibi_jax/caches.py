@@ -227,6 +227,7 @@ class KVCache:
         implementation: Implementation | None = None,
         lengths: jax.Array | None = None,
         law: str = "linear",
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Return the causal attention of the last cached tokens over all cached tokens; read only the needed keys.
 
@@ -260,7 +261,7 @@ class KVCache:
             check_covered(columns, held)
             return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, max(self.max_length - columns, 0))])
 
-        rules = {"window_size": window_size, "scale": scale, "law": law, "log_gates": self.log_gates}
+        rules = {"window_size": window_size, "scale": scale, "law": law, "log_gates": self.log_gates, "sinks": sinks}
         rules |= over_keys(over_slots, mask, segment_ids)
         # Validate in heads-first layout: transposing the cache would copy it.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query

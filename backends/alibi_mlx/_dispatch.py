@@ -102,7 +102,8 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         query, key, value, *arrays = primals
         this = call.having(**dict(zip(operands, arrays, strict=True)))
         found = _gradients(this, query, key, value, grad, jobs)
-        by_name = zip(("slopes", "future_slopes", "log_gates"), found[3:], strict=False)
+        names = "slopes", "future_slopes", *(name for name in ("log_gates", "sinks") if name in operands)
+        by_name = zip(names, found[3:], strict=True)
         grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_name if n in operands}
         # MLX drops a None, and later gradients would become those of arguments before them.
         return *found[:3], *(grads.get(name, mx.zeros_like(x)) for name, x in zip(operands, arrays, strict=True))
@@ -118,7 +119,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 def _gradients(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
 ) -> tuple[mx.array, ...]:
-    """Return the gradients of query, key, value, and of slopes, future slopes and gates per batch entry."""
+    """Return the gradients of query, key, value, and of slopes, future slopes, gates and sinks per batch entry."""
     operands = call.arrays
 
     @mx.custom_function

@@ -166,6 +166,7 @@ class KVCache:
         implementation: str | None = None,
         lengths: mx.array | None = None,
         law: str = "linear",
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """Return the causal attention of the last cached tokens over all cached tokens, shaped as ``query``.
 
@@ -189,7 +190,7 @@ class KVCache:
         if self.keys is None:
             raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
         rules = over_keys(lambda array: array[..., : self.offset], mask, segment_ids)
-        rules |= {"window_size": window_size, "law": law, "log_gates": self.log_gates}
+        rules |= {"window_size": window_size, "law": law, "log_gates": self.log_gates, "sinks": sinks}
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
             offsets = self._held(query.shape[0]) - counts_of_rows(mx, lengths, *query.shape[:3:2])

@@ -31,6 +31,7 @@ def attention(
     is_causal: bool = True,
     future_slopes: Tensor | None = None,
     log_gates: Tensor | None = None,
+    sinks: Tensor | None = None,
     q_offset: int | Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     window_size: int | None = None,
@@ -50,11 +51,11 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ALiBi attention, ``softmax(scale * query @ key.mT - slopes * distance) @ value``, over visible keys.
 
-    Differentiable in ``query``, ``key``, ``value``, ``slopes``, ``future_slopes`` and ``log_gates``; forward mode needs
-    ``"dense"``. Bias and softmax are float32 (float64 for float64 inputs), also under autocast, which casts query, key
-    and value as those of ``scaled_dot_product_attention``. On CPUs, PyTorch's fused kernel (``"sdpa"``, and ``"tiled"``
-    for many queries) rounds weights to the dtype of the values before their product. A query that sees no key gives
-    zeros.
+    Differentiable in ``query``, ``key``, ``value``, ``slopes``, ``future_slopes``, ``log_gates`` and ``sinks``; forward
+    mode needs ``"dense"``. Bias and softmax are float32 (float64 for float64 inputs), also under autocast, which casts
+    query, key and value as those of ``scaled_dot_product_attention``. On CPUs, PyTorch's fused kernel (``"sdpa"``, and
+    ``"tiled"`` for many queries) rounds weights to the dtype of the values before their product. A query that sees no
+    key gives zeros.
 
     Keys are skipped if the norms of queries and keys prove that their weights sum to at most ``tolerance``. The longer
     a sequence is, compared with the heads' horizons, the larger the share of skipped keys.
@@ -64,7 +65,8 @@ def attention(
     - ``query``, ``key``, ``value``: ``[batch, heads, length, head_dim]``, with any number of batch axes, none included;
       ``slopes`` and ``q_offset`` may have them too.
     - ``slopes``: ``[num_heads]`` or ``[batch, num_heads]``; an int stands for that many canonical slopes.
-    - ``log_gates``: ``[batch, num_heads, kv_len]``. ``"tiled"`` and ``"dense"`` take them.
+    - ``log_gates``: ``[batch, num_heads, kv_len]``. ``"tiled"`` and ``"dense"`` take them; these and ``"sdpa"`` take
+      ``sinks``.
     - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
       max|value|``. Default: the rounding error of the dtype. 0 computes every score.
     - ``max_key_norm``: An upper bound of the norms of all keys, which is trusted: a number, or a ``[batch,
@@ -110,6 +112,7 @@ def attention(
         is_causal=is_causal,
         future_slopes=future_slopes,
         log_gates=log_gates,
+        sinks=sinks,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,

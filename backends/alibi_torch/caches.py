@@ -231,6 +231,7 @@ class KVCache:
         implementation: str | None = None,
         lengths: Tensor | None = None,
         law: str = "linear",
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the causal attention of the last cached tokens over all cached tokens.
 
@@ -255,14 +256,14 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         arguments = None
-        is_plain = mask is segment_ids is lengths is self.lengths is self.log_gates is None
+        is_plain = mask is segment_ids is sinks is lengths is self.lengths is self.log_gates is None
         if is_plain and implementation in (None, "tiled"):
             arguments = self._arguments(query, slopes, window_size, scale, tolerance, law)
             step = self._next_step
             if step is not None and step.arguments == arguments and 0 < self.length <= step.biases.shape[-1]:
                 return self._attend_next(step, query)
         given = over_keys(lambda array: array[..., : self.length], mask, segment_ids)
-        given |= {"window_size": window_size, "scale": scale}
+        given |= {"window_size": window_size, "scale": scale, "sinks": sinks}
         given |= {"tolerance": tolerance, "law": None if law == "linear" else law}
         given["log_gates"] = None if self.log_gates is None else self.log_gates.narrow(2, 0, self.length)
         rules: dict[str, Any] = {name: x for name, x in given.items() if x is not None}

@@ -63,9 +63,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...], dict[str, Any
         {"is_causal": False, "future_slopes": FUTURE, "window_size": 2},
     ),
     "attention by mask": (alibi_core.attention, (QUERY, KEY, VALUE), {"mask": MASK, "return_weights": True}),
-    "attention with gates": (
-        lambda *tensors: alibi_core.attention(*tensors[:3], log_gates=tensors[3]),
-        (QUERY, KEY, VALUE, np.stack([GATES, GATES[:, ::-1]])),
+    "attention with gates and sinks": (
+        lambda *tensors: alibi_core.attention(*tensors[:3], log_gates=tensors[3], sinks=tensors[4]),
+        (QUERY, KEY, VALUE, np.stack([GATES, GATES[:, ::-1]]), SLOPES),
         {},
     ),
     "attention by segment": (alibi_core.attention, (KEY, KEY, VALUE), {"segment_ids": IDS}),

@@ -91,9 +91,12 @@ GATES = np.full((2, 3, 5), -1.0, np.float32)
         ({"log_gates": GATES, "is_causal": False}, "log_gates must be None with is_causal=False"),
         ({"log_gates": GATES, "positions": np.arange(5)}, "log_gates must be None with positions"),
         ({"log_gates": GATES, "law": "log"}, "log_gates must be None with law 'log'"),
+        ({"sinks": GATES[..., 0]}, r"sinks must have shape \(3,\) \(num_heads\), got \(2, 3\)"),
+        ({"sinks": np.asarray([0, np.inf, 0])}, "sinks must be numbers below inf"),
+        ({"sinks": np.asarray([0, -np.inf, np.nan])}, "sinks must be numbers below inf"),
     ],
 )
-def test_gates_are_those_of_causal_attention_along_the_row(arguments: dict[str, Any], message: str) -> None:
+def test_gates_and_sinks_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:
     query, key = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 1, 5, 4), np.float32)
     with pytest.raises(ValueError, match=message):
         AttentionCall.check(query, key, key, **arguments)

@@ -279,8 +279,9 @@ def test_gates_stay_precise_and_are_not_dropped_by_other_caches() -> None:
     without, weight = AlibiAttention(16, HEADS, slopes=mx.zeros(HEADS)), layer.forget_proj.weight
     without.update({name: x for name, x in layer.parameters().items() if name != "forget_proj"})
     assert not mx.allclose(layer(x), without(x), atol=1e-3)
+    layer.sinks = mx.zeros(HEADS)
     layer.set_dtype(mx.bfloat16)
-    assert layer.forget_proj.weight.dtype == mx.float32
+    assert layer.forget_proj.weight.dtype == layer.sinks.dtype == mx.float32
     assert mx.array_equal(layer.forget_proj.weight, weight)
     with pytest.raises(ValueError, match="^cache must be one of make_cache, to hold forget gates, got a KVCache"):
         layer(x, cache=pytest.importorskip("mlx_lm.models.cache").KVCache())

@@ -107,8 +107,10 @@ def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
         calls = [entry_of(call, entry.start) for entry in entries]
         return [Part(*of_entry, queries, keys) for of_entry in zip(calls, known, entries, strict=True)]
     spans = None
-    # Norms of a cache cover blocks of keys, which a part would cut: such a call stays whole.
-    if norms is None and call.q_len == call.kv_len >= LEAST_SPLIT and call.q_offset == 0:
+    # Norms of a cache cover blocks of keys, which a part would cut: such a call stays whole. So does one of gates and
+    # sinks, whose parts would lack the slopes, which are gates, of the keys between theirs and a query.
+    is_whole = norms is not None or (call.log_gates is not None and call.sinks is not None)
+    if not is_whole and call.q_len == call.kv_len >= LEAST_SPLIT and call.q_offset == 0:
         spans = _packed_spans(call) if call.mask is None else _padded_spans(call)
     if spans is None:
         return [Part(call, norms, batch, queries, keys, is_cut=False)]
