@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -132,26 +132,25 @@ def _float32_values(name: str, slopes: Any | None, num_heads: int) -> tuple[floa
     return tuple(np.asarray(values, np.float32).tolist())
 
 
-if TYPE_CHECKING:
-
-    class Module:
-        """A framework's module, with sub-modules and parameters as attributes."""
-
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-    Module = object
-
-
-class BaseAttention(Module):
+class BaseAttention:
     """Base of the attention layers of all backends.
 
-    A backend's layer derives from its framework's module and from this class. It makes ``slopes``, ``future_slopes``,
-    ``dropout`` and caches, and sets its library, ``_xp``, and its attention function, ``_attention``. Models may set
-    ``clip_qkv``, ``q_norm``, ``k_norm`` and ``query_factor`` to clip, norm and scale projected queries, keys and
-    values. The layer applies them after the projections, so quantizers and adapters may replace the projections.
+    A backend's layer derives from its framework's module and from this class, and sets what is declared here. Models
+    may set ``clip_qkv``, ``q_norm``, ``k_norm`` and ``query_factor`` to clip, norm and scale projected queries, keys
+    and values. The layer applies them after the projections, so quantizers and adapters may replace the projections.
     """
 
+    _xp: Any  # the library
+    _attention: Any  # the backend's attention function
+    slopes: Any
+    future_slopes: Any
+    sinks: Any  # absent without them
+    dropout: Any
+    forget_proj: Any  # absent without a forget gate
+    clip_qkv: float | None
+    q_norm: Any
+    k_norm: Any
+    query_factor: float
     _is_length_first = False  # whether attention takes [batch, length, heads, head_dim], not heads before length
 
     def _build(
