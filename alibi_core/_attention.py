@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from alibi_core._arrays import Array, Namespace, astype, explains_keywords
+from alibi_core._arrays import Array, Namespace, astype, explains_keywords, joined
 from alibi_core._call import AttentionCall
 
 
@@ -19,6 +19,7 @@ def attention(
     is_causal: bool = True,
     future_slopes: Array | None = None,
     log_gates: Array | None = None,
+    sinks: Array | None = None,
     q_offset: int | Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
     window_size: int | None = None,
@@ -51,6 +52,8 @@ def attention(
             :func:`alibi_core.bias_from_gates`). Then ``slopes`` default to zeros, and the other arguments must be those
             of causal attention along the row, with the linear law. The gate of a token that a mask of keys hides
             counts as 0. The gate of a segment's first token counts for nobody.
+        sinks: ``[num_heads]`` logits, one beside the scores of each query, that take a share of the softmax and have no
+            value: the weights of keys sum to less than 1. -inf is no sink.
         q_offset: Position of the first query, in tokens: an int, or an array of any integer dtype, ``[]`` or one value
             for each batch entry. The first key has position 0. Default ``kv_len - q_len``, which aligns the last query
             with the last key.
@@ -107,6 +110,7 @@ def attention(
         is_causal=is_causal,
         future_slopes=future_slopes,
         log_gates=log_gates,
+        sinks=sinks,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,
@@ -154,7 +158,11 @@ def dense_attention(
     # [..., num_kv_heads, group, q_len, kv_len]
     scores = xp.matmul(query, xp.matrix_transpose(key)) * call.scale
     scores = scores + _split_heads(xp, bias, call.num_kv_heads, group)
+    if call.sinks is not None:
+        sinks = _split_heads(xp, call.sinks[..., None], call.num_kv_heads, group)
+        scores = scores + sinks if call.is_empty else with_sinks(xp, scores, sinks)
     weights = _softmax(xp, scores) if softmax is None else softmax(scores)
+    weights = weights if call.sinks is None else weights[..., : call.kv_len]
     if call.dropout > 0 and drop is not None:
         weights = drop(weights)
 
@@ -168,6 +176,12 @@ def dense_attention(
 
     result = finished(xp.matmul(weights, value))
     return (result, finished(weights)) if call.return_weights else result
+
+
+def with_sinks(xp: Namespace, scores: Any, sinks: Any) -> Any:
+    """Return scores, or biases, with a last column of sinks, which broadcast to it."""
+    column = xp.zeros_like(scores[..., :1]) + sinks
+    return joined(xp, xp.broadcast_to(scores, (*column.shape[:-1], scores.shape[-1])), column)
 
 
 def _softmax(xp: Namespace, scores: Any) -> Any:

@@ -201,9 +201,9 @@ def bias_from_positions(
     """
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given together, got one of them")
-    named = {"q_positions": q_positions, "kv_positions": kv_positions}
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        named |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    positions: dict[str, Any] = {"q_positions": q_positions, "kv_positions": kv_positions}
+    ids: dict[str, Any] = {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    named = positions | ids if q_segment_ids is not None else positions
     for name, array in named.items():
         checks.array(name, array)
     xp = namespace_of(*named.values())
@@ -212,7 +212,7 @@ def bias_from_positions(
         if check(xp, name, array).ndim < 1:
             raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
     q_points, kv_points = as_points(q_positions, kv_positions, distance, is_causal, future_slopes)
-    if all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
+    if all(is_kind(xp, x.dtype, "integral") for x in positions.values()):
         checks.positions_apart(q_positions, kv_positions)
     device = device_of(xp, q_positions)
     if device_of(xp, kv_positions) != device:
@@ -235,13 +235,13 @@ def bias_from_positions(
     # [..., 1, q_len, kv_len]
     relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise)[0])
     same = None
-    if q_segment_ids is not None and kv_segment_ids is not None:
-        checks.by_token("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
-        checks.by_token("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
+    if q_segment_ids is not None:
+        for name, points in (("q", q_points), ("kv", kv_points)):
+            shape = *batch, points.shape[-2]
+            checks.by_token(f"{name}_segment_ids", ids[f"{name}_segment_ids"].shape, shape, f"..., {name}_len")
         # PyTorch does not compare most unsigned integers.
-        q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))
-        # [..., 1, q_len, kv_len]
-        same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
+        q_ids, kv_ids = (signed(xp, x) for x in ids.values())
+        same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])  # [..., 1, q_len, kv_len]
     return args.between(relative, kv_positions, same)
 
 
@@ -298,7 +298,7 @@ def linear_bias(
     relative: Any,
     visible: Any | None,
     *,
-    reach: Any | None = None,
+    unit_bias: Any | None = None,
     out: Any | None = None,
     is_causal: bool,
     is_positive: bool = False,
@@ -312,7 +312,7 @@ def linear_bias(
         future_slopes: The slopes where ``relative > 0``, in the shape of ``slopes``; None to use ``slopes`` there too.
         relative: Key minus query positions, which broadcast against ``[..., num_heads, q_len, kv_len]``.
         visible: Booleans that broadcast against the same shape, False where masked; None if nothing is masked.
-        reach: From :func:`reach_of`. Default: computed here, with a bias of 0 at distance 0.
+        unit_bias: From :func:`unit_bias_of`. Default: computed here, with a bias of 0 at distance 0.
         out: An array of the result's shape to write it to if nothing is masked, in a library that can.
         is_causal: Whether ``visible`` is False wherever ``relative > 0``.
         is_positive: Whether the slopes are known to be positive constants.
@@ -321,19 +321,19 @@ def linear_bias(
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
-    if reach is None:
-        reach = reach_of(xp, relative, None, slopes.dtype, is_causal=is_causal, law=law)
+    if unit_bias is None:
+        unit_bias = unit_bias_of(xp, relative, None, slopes.dtype, is_causal=is_causal, law=law)
     # No mask, so no -inf: one product.
     if visible is None:
-        return rates * reach if out is None else xp.multiply(rates, reach, out=out)
+        return rates * unit_bias if out is None else xp.multiply(rates, unit_bias, out=out)
     if is_positive:
         # One pass over the large array instead of two. Not for slopes of 0 (0 * inf is NaN), nor if slopes need a
         # gradient, which would multiply by this infinity.
-        return rates * xp.where(visible, reach, float("-inf"))
-    return rates * xp.where(visible, reach, 0.0) + xp.where(visible, xp.zeros_like(reach), float("-inf"))
+        return rates * xp.where(visible, unit_bias, float("-inf"))
+    return rates * xp.where(visible, unit_bias, 0.0) + xp.where(visible, xp.zeros_like(unit_bias), float("-inf"))
 
 
-def reach_of(
+def unit_bias_of(
     xp: Namespace,
     relative: Any,
     nearest: Any | None,
@@ -351,10 +351,10 @@ def reach_of(
     if law != "linear" and nearest is None:
         return astype(xp, 0 - _penalty_of(xp, xp.abs(relative), law, dtype), dtype)
     # If causal, future keys are masked later, so abs() is not needed. `0 - abs(x)` avoids the -0.0 of `-abs(x)`.
-    reach = relative if is_causal else 0 - xp.abs(relative)
-    reach = reach if nearest is None else reach + nearest
-    reach = astype(xp, reach if rest is None else reach - rest, dtype)
-    return reach if law == "linear" else 0 - penalty_beyond(xp, 0 - reach, astype(xp, nearest, dtype), law)
+    unit_bias = relative if is_causal else 0 - xp.abs(relative)
+    unit_bias = unit_bias if nearest is None else unit_bias + nearest
+    unit_bias = astype(xp, unit_bias if rest is None else unit_bias - rest, dtype)
+    return unit_bias if law == "linear" else 0 - penalty_beyond(xp, 0 - unit_bias, astype(xp, nearest, dtype), law)
 
 
 def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:
@@ -458,17 +458,10 @@ class _Arguments:
 
 def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, Any]:
     """Return the namespace of slopes and other arrays, and the slopes in the dtype of products; any sign is allowed."""
-    given = None if checks.is_int(slopes) else checks.array("slopes", slopes)
-    xp = namespace_of(None if is_numpy(given) else given, *others)
-    device = next((device_of(xp, array) for array in others), None)
-    if given is None:
-        return xp, place_slopes(xp, slopes, xp.float32, device)
-    given = adopted(xp, given, device)
-    if checks.floating_array(xp, "slopes", given).ndim < 1:
-        raise ValueError("slopes must have shape (..., num_heads), got ()")
-    working = working_dtype(xp, given.dtype)
-    checks.slopes_values("slopes", given, allow_negative=True, working=working)
-    return xp, place_slopes(xp, given, working, device)
+    xp = namespace_of(*others) if others else None
+    device = device_of(xp, others[0]) if others and (checks.is_int(slopes) or is_numpy(slopes)) else None
+    args = _Arguments.check("exact", slopes, None, True, True, xp, None, device)
+    return args.xp, args.slopes
 
 
 def working_dtype(xp: Namespace, dtype: DType) -> DType:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from alibi_core._arrays import (
+    FLOATING,
     Array,
     Device,
     DType,
@@ -22,14 +23,15 @@ from alibi_core._arrays import (
     device_of,
     divided_along,
     floating_name,
+    host_values,
     is_constant,
     is_kind,
     is_numpy,
     namespace_of,
     signed,
 )
-from alibi_core._bias import linear_bias, place_slopes, reach_of, with_head_axis, working_dtype
-from alibi_core._distance import DISTANCES, LAWS, check_order, difference, may_have_nan, points_of_call, relative_points
+from alibi_core._bias import linear_bias, place_slopes, unit_bias_of, with_head_axis, working_dtype
+from alibi_core._distance import DISTANCES, LAWS, check_dims, difference, may_have_nan, points_of_call, relative_points
 from alibi_core._gates import checked_gates, gate_sums, sees_through, within
 from alibi_core._mask import boolean_mask, with_score_axes
 
@@ -39,8 +41,6 @@ TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
 FARTHEST = 2**30  # tokens; offsets in arrays are clipped to this size, so that positions fit int32
 
-# By dtype of queries and keys, the default tolerance, the unit roundoff: smaller changes are lost in rounding.
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 LARGEST_TOLERANCE = 0.5  # above 0.5 the key that a bound refers to could itself be dropped
 
 
@@ -50,7 +50,7 @@ class BiasTerms(NamedTuple):
     relative: Any  # key minus query position
     visible: Any | None  # None: every query sees every key
     attends: Any | None  # whether a query sees a key; None if all do
-    reach: Any  # the bias of slopes of 1
+    unit_bias: Any  # the bias of slopes of 1
     # with gates, the key from which each query counts them: [q_len] or [..., num_heads or 1, q_len]
     origins: Any | None = None
 
@@ -84,6 +84,8 @@ class AttentionCall:
     future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # shaped as slopes; None means slopes
     # [*batch, num_heads, kv_len], working_dtype; 0 for masked tokens, -inf for closed gates
     log_gates: Any | None = field(metadata={"axes": ("heads", "keys")})
+    # logits that take weight and give nothing, [num_heads, 1], working_dtype; biases then count from the query itself
+    sinks: Any | None = field(metadata={"axes": ("heads", "queries")})
     is_causal: bool
     q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
     q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
@@ -120,6 +122,7 @@ class AttentionCall:
         is_causal: bool = True,
         future_slopes: Array | None = None,
         log_gates: Array | None = None,
+        sinks: Array | None = None,
         q_offset: int | Array | None = None,
         segment_ids: Array | tuple[Array, Array] | None = None,
         window_size: int | None = None,
@@ -153,50 +156,40 @@ class AttentionCall:
         """
         q_ids, kv_ids = _pair("segment_ids", segment_ids)
         q_positions, kv_positions = _pair("positions", positions)
+        others = {"log_gates": log_gates, "sinks": sinks, "q_offset": q_offset, "mask": mask, "added_bias": added_bias}
+        others |= {"segment_ids": q_ids, "segment_ids of keys": kv_ids}
+        others |= {"positions": q_positions, "positions of keys": kv_positions}
+        given = {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
+        arrays = _arrays(given | others)
         # All arrays must share one namespace and one device; errors name the argument.
-        arrays = _arrays(
-            {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
-            | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
-            | {"added_bias": added_bias, "positions": q_positions, "positions of keys": kv_positions}
-            | {"log_gates": log_gates}
-        )
         xp = namespace_of(*arrays.values(), xp=xp, names=tuple(arrays))
-        sizes = _tensor_sizes(xp, query, key, value, layout)
-        dtype = query.dtype
-        device = _common_device(xp, arrays)
-        slopes, future_slopes = (adopted(xp, x, device) for x in (slopes, future_slopes))
-        rules = {"q_offset": q_offset, "mask": mask, "added_bias": added_bias, "segment_ids": q_ids}
-        rules |= {"segment_ids of keys": kv_ids, "positions": q_positions, "positions of keys": kv_positions}
-        rules |= {"log_gates": log_gates}
-        made = {id(x): constant(xp, name, x, device) for name, x in rules.items() if is_constant(x, query)}
+        sizes = _Sizes.of(xp, query, key, value, layout)
+        dtype, device = query.dtype, _common_device(xp, arrays)
+        made = {id(x): constant(xp, name, x, device) for name, x in others.items() if is_constant(x, query)}
         if made:  # by id: one array stays one
-            found = (made.get(id(x), x) for x in rules.values())
-            q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions, log_gates = found
+            found = (made.get(id(x), x) for x in others.values())
+            log_gates, sinks, q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions = found
         working = working_dtype(xp, dtype)
         if tolerance is None:
-            tolerance = UNIT_ROUNDOFF[str(floating_name(dtype))]
+            tolerance = FLOATING[str(floating_name(dtype))].roundoff
         tolerance = min(checks.non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE)
         if positions is not None or law != "linear":
             tolerance = 0.0  # horizons know neither
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative_slopes)
         if slopes is None:
-            slopes = int(sizes["num_heads"])
+            slopes = int(sizes.num_heads)  # sizes are tensors in torch.jit.trace
             if log_gates is not None:  # gates are in place of ALiBi, unless slopes are given too
                 slopes = asarray(xp, [0.0] * slopes, working, device)
-        pair = {"slopes": slopes, "future_slopes": future_slopes}
-        for name, given in pair.items():  # int(): sizes are tensors in torch.jit.trace
-            if checks.is_int(given):
-                checks.slopes_of_all_heads(name, given, sizes["num_heads"], divided_along(xp, query))
-        placed = [
-            None if given is None else _slopes(xp, name, given, sizes, layout, allow_negative_slopes, working, device)
-            for name, given in pair.items()
-        ]
-        for name, given in (("segment_ids", segment_ids), ("positions", positions)):
-            if given is not None and not isinstance(given, (tuple, list)) and sizes["q_len"] != sizes["kv_len"]:
+        past, future = (
+            None if x is None else _slopes(xp, name, x, query, sizes, layout, allow_negative_slopes, working, device)
+            for name, x in (("slopes", slopes), ("future_slopes", future_slopes))
+        )
+        for name, one in (("segment_ids", segment_ids), ("positions", positions)):
+            if one is not None and not isinstance(one, (tuple, list)) and sizes.q_len != sizes.kv_len:
                 raise ValueError(
-                    f"{name} must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
-                    f"{sizes['kv_len']}, differ; got one array"
+                    f"{name} must be a pair (queries, keys) when q_len, {sizes.q_len}, and kv_len, {sizes.kv_len}, "
+                    "differ; got one array"
                 )
         q_segment_ids = kv_segment_ids = q_points = kv_points = None
         if segment_ids is not None:
@@ -205,13 +198,14 @@ class AttentionCall:
             for name, x in (("q_offset", q_offset), ("window_size", window_size)):
                 if x is not None:
                     raise ValueError(f"{name} must be None with positions, which say where each token is, got {x}")
-            q_points, kv_points = _points(xp, (q_positions, kv_positions), sizes)
-            check_order(q_points.shape[-1], is_causal, future_slopes)
+            q_points = points_of_call(xp, q_positions, sizes.batch, "q_len", sizes.q_len)
+            kv_points = points_of_call(xp, kv_positions, sizes.batch, "kv_len", sizes.kv_len)
+            check_dims(q_points, kv_points, is_causal, future_slopes)
         offset = _q_offset(xp, q_offset, sizes)
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
-            mask = boolean_mask(xp, mask, *_score_axes(sizes))
+            mask = boolean_mask(xp, mask, *sizes.of_scores())
         if log_gates is not None:
             excluded = {
                 "is_causal=False": not is_causal,
@@ -225,7 +219,7 @@ class AttentionCall:
             if is_kind(xp, added_bias.dtype, "bool"):
                 raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
             checks.floating_array(xp, "added_bias", added_bias)
-            added_bias = with_score_axes(xp, "added_bias", added_bias, *_score_axes(sizes))
+            added_bias = with_score_axes(xp, "added_bias", added_bias, *sizes.of_scores())
             # Backends expect a finite added_bias: its -inf become part of the mask.
             added_bias = astype(xp, added_bias, working)
             shown: Any = added_bias != -math.inf
@@ -233,13 +227,14 @@ class AttentionCall:
             added_bias = xp.where(shown, added_bias, 0.0)
         return cls(
             xp=xp,
-            **sizes,
+            **sizes._asdict(),
             dtype=dtype,
             working_dtype=working,
             device=device,
-            slopes=placed[0],
-            future_slopes=placed[1],
+            slopes=past,
+            future_slopes=future,
             log_gates=log_gates,
+            sinks=None if sinks is None else _sinks(xp, sinks, sizes.num_heads, working),
             is_causal=bool(is_causal),
             q_offset=offset,
             q_segment_ids=q_segment_ids,
@@ -247,7 +242,7 @@ class AttentionCall:
             window_size=window_size,
             mask=mask,
             # float() keeps float64 where torch.jit.trace makes a tensor of the size.
-            scale=float(sizes["head_dim"]) ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
+            scale=float(sizes.head_dim) ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
             tolerance=tolerance,
             q_points=q_points,
             kv_points=kv_points,
@@ -266,6 +261,12 @@ class AttentionCall:
         """The fields that are arrays, by name; fields that are None or int are left out."""
         found = {name: getattr(self, name) for name in _AXES}
         return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
+
+    def having(self, **fields: Any) -> AttentionCall:
+        """Return the call with other fields, unchecked: ten times as fast as ``dataclasses.replace``, untraceable."""
+        other = object.__new__(AttentionCall)
+        vars(other).update(vars(self), **fields)
+        return other
 
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
         """Return the call with each array replaced by ``change(array, axes)``; ``axes`` counts its non-batch axes."""
@@ -427,7 +428,7 @@ class AttentionCall:
                 result must be replaced by zeros; None if there are none, or no scores.
         """
         terms = self.bias_terms() if terms is None else terms
-        bias = self._linear_bias(terms.relative, terms.visible, reach=terms.reach, out=out)
+        bias = self._linear_bias(terms.relative, terms.visible, unit_bias=terms.unit_bias, out=out)
         if self.log_gates is not None:
             # Without origins there are no elements, but the bias stays connected to the gates.
             is_empty, gates = terms.origins is None, self.log_gates
@@ -448,22 +449,23 @@ class AttentionCall:
         if visible is not None and not self.every_query_attends and not self.is_empty:
             # [..., q_len, 1]: False for fully masked rows
             attends = xp.any(visible, axis=-1, keepdims=True)
-            if self.mask is not None or self.q_segment_ids is not None or self.q_points is not None:
+            has_rules = self.mask is not None or self.q_segment_ids is not None or self.q_points is not None
+            if has_rules and self.sinks is None:
                 nearest = self._origin(relative, visible)
             visible = xp.logical_or(visible, xp.logical_not(attends))
             nearest = None if nearest is None else xp.where(attends, nearest, 0)
         origins = None
-        if self.log_gates is not None and nearest is not None and not self.is_empty:
+        if self.log_gates is not None and not self.is_empty:
             # The nearest visible key, as for distances: [..., q_len, 1] becomes [..., q_len].
-            origins = self._key_near(nearest[..., 0])
+            origins = self._key_near(0 if nearest is None else nearest[..., 0])
         is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # relative positions are never positive
         rules: dict[str, Any] = {"is_causal": self.is_causal or is_in_space, "law": self.law, "rest": rest}
-        reach = reach_of(xp, relative, nearest, self.slopes.dtype, **rules)
+        unit_bias = unit_bias_of(xp, relative, nearest, self.slopes.dtype, **rules)
         # In a fully masked row all keys become visible, at distance 0: the bias is 0.
-        reach = reach if attends is None else xp.where(attends, reach, 0.0)
-        return BiasTerms(relative, visible, attends, reach, origins)
+        unit_bias = unit_bias if attends is None else xp.where(attends, unit_bias, 0.0)
+        return BiasTerms(relative, visible, attends, unit_bias, origins)
 
-    @functools.cached_property
+    @property
     def bias_by_distance(self) -> Any:
         """The bias by relative position, for a Toeplitz bias and an int offset: the diagonals of the matrix.
 
@@ -483,14 +485,17 @@ class AttentionCall:
     def _relative(self, relative: Any | None) -> tuple[Any, Any | None, Any | None]:
         """Return relative positions, rests, as of :func:`relative_points`, and a lower bound of each query's distances.
 
-        The bound is ``[..., q_len, 1]``; None for 0.
+        The bound is ``[..., q_len, 1]``; None for 0, which a sink asks for: a constant a row would change its weight.
         """
         xp, rest = self.xp, None
         if self.q_points is None:
             q_positions, kv_positions = self.positions()
             relative = difference(q_positions, kv_positions)
+            if self.sinks is not None:
+                return with_head_axis(relative), None, None
             return with_head_axis(relative), None, with_head_axis(self.distance_to_keys(q_positions)[..., :, None])
-        has_nearest = not (self.is_empty or self.sees_own_key)  # the own key is at distance 0
+        # the own key is at distance 0
+        has_nearest = self.sinks is None and not (self.is_empty or self.sees_own_key)
         if relative is None:
             points: Any = self.q_points, self.kv_points, self.distance, self.working_dtype, self.may_lack_points
             relative, rest = relative_points(xp, *points, with_rest=has_nearest)
@@ -560,21 +565,8 @@ def axis_of(name: str, what: str, array: Any) -> int | None:
 
 
 def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
-    """Return the call without its arrays (hashable), and its arrays by field name."""
-    absent: dict[str, Any] = dict.fromkeys(call.arrays)
-    return replace(call, **absent), call.arrays
-
-
-def join_call(static: AttentionCall, arrays: Mapping[str, Any]) -> AttentionCall:
-    """Return the call with these arrays: the inverse of :func:`split_call`."""
-    return replace(static, **arrays)
-
-
-def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of the scores' axes, by name: the batch axes, and the last three axes."""
-    batch = sizes["batch"]
-    names = ("num_heads", "q_len", "kv_len")
-    return dict(zip(_batch_axes(batch), batch, strict=True)), {name: sizes[name] for name in names}
+    """Return the call without its arrays (hashable), and its arrays by field name, which ``having`` puts back."""
+    return call.having(**dict.fromkeys(call.arrays)), call.arrays
 
 
 def _batch_axes(batch: tuple[int, ...]) -> list[str]:
@@ -617,71 +609,83 @@ def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:
     return devices["query"]
 
 
-def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple[str, str, str]) -> dict[str, Any]:
-    tensors = {"query": query, "key": key, "value": value}
-    shapes = {name: tuple(checks.tensor(xp, name, tensor).shape) for name, tensor in tensors.items()}
-    axes = _axes(layout)
-    for name, shape in shapes.items():
-        if len(shape) < 3:
-            raise ValueError(f"{name} must have axes {axes}, got shape {shape}")
-    if len({str(tensor.dtype) for tensor in tensors.values()}) > 1:
-        listed = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
-        raise TypeError(f"query, key and value must have one dtype, got {listed}")
-    if shapes["key"] != shapes["value"]:
-        raise ValueError(f"value must have the shape of key, {shapes['key']} {axes}, got {shapes['value']}")
-    q, kv = (dict(zip(layout, shapes[name][-3:], strict=True)) for name in ("query", "key"))
-    batch = shapes["query"][:-3]
-    if shapes["key"][:-3] != batch:
-        raise ValueError(f"key must have the batch axes of query, {batch}, got {shapes['key'][:-3]}")
-    # Sizes are compared by axis name, whatever the layout.
-    if kv["head_dim"] != q["head_dim"]:
-        raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
-    if q["head_dim"] < 1:
-        raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
-    for count, name, sizes in (("num_heads", "query", q), ("num_kv_heads", "key", kv)):
-        if sizes["heads"] < 1:
-            raise ValueError(f"{count} must be at least 1, got {name} of shape {shapes[name]} {axes}")
-    if q["heads"] % kv["heads"]:
-        heads = f"{kv['heads']} (key) and {q['heads']} (query)"
-        raise ValueError(f"num_kv_heads must divide num_heads, got {heads}; their axes are {axes}")
-    return {
-        "batch": batch,
-        "num_heads": q["heads"],
-        "num_kv_heads": kv["heads"],
-        "q_len": q["length"],
-        "kv_len": kv["length"],
-        "head_dim": q["head_dim"],
-    }
+class _Sizes(NamedTuple):
+    """The sizes of a call, from its tensors."""
+
+    batch: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, xp: Namespace, query: Any, key: Any, value: Any, layout: tuple[str, str, str]) -> _Sizes:
+        """Check that the tensors fit each other, and return their sizes."""
+        tensors = {"query": query, "key": key, "value": value}
+        shapes = {name: tuple(checks.tensor(xp, name, tensor).shape) for name, tensor in tensors.items()}
+        axes = _axes(layout)
+        for name, shape in shapes.items():
+            if len(shape) < 3:
+                raise ValueError(f"{name} must have axes {axes}, got shape {shape}")
+        if len({str(tensor.dtype) for tensor in tensors.values()}) > 1:
+            listed = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+            raise TypeError(f"query, key and value must have one dtype, got {listed}")
+        if shapes["key"] != shapes["value"]:
+            raise ValueError(f"value must have the shape of key, {shapes['key']} {axes}, got {shapes['value']}")
+        q, kv = (dict(zip(layout, shapes[name][-3:], strict=True)) for name in ("query", "key"))
+        batch = shapes["query"][:-3]
+        if shapes["key"][:-3] != batch:
+            raise ValueError(f"key must have the batch axes of query, {batch}, got {shapes['key'][:-3]}")
+        # Sizes are compared by axis name, whatever the layout.
+        if kv["head_dim"] != q["head_dim"]:
+            raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
+        if q["head_dim"] < 1:
+            raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
+        for count, name, sizes in (("num_heads", "query", q), ("num_kv_heads", "key", kv)):
+            if sizes["heads"] < 1:
+                raise ValueError(f"{count} must be at least 1, got {name} of shape {shapes[name]} {axes}")
+        if q["heads"] % kv["heads"]:
+            heads = f"{kv['heads']} (key) and {q['heads']} (query)"
+            raise ValueError(f"num_kv_heads must divide num_heads, got {heads}; their axes are {axes}")
+        return cls(batch, q["heads"], kv["heads"], q["length"], kv["length"], q["head_dim"])
+
+    def of_scores(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the sizes of the scores' axes, by name: the batch axes, and the last three axes."""
+        batch = dict(zip(_batch_axes(self.batch), self.batch, strict=True))
+        return batch, {"num_heads": self.num_heads, "q_len": self.q_len, "kv_len": self.kv_len}
 
 
 def _slopes(
     xp: Namespace,
     name: str,
     slopes: Any,
-    sizes: dict[str, Any],
+    query: Any,
+    sizes: _Sizes,
     layout: tuple[str, str, str],
     allow_negative: bool,
     dtype: DType,
     device: Device | None,
 ) -> Any:
+    slopes = adopted(xp, slopes, device)
     if checks.is_int(slopes):
-        checks.slopes_count(name, slopes, sizes["num_heads"], _axes(layout))
+        checks.slopes_count(name, slopes, sizes.num_heads, _axes(layout), divided_along(xp, query))
     else:
         checks.floating_array(xp, name, slopes)
-        checks.slopes_shape(name, slopes, sizes["num_heads"], sizes["batch"], _axes(layout))
+        checks.slopes_shape(name, slopes, sizes.num_heads, sizes.batch, _axes(layout))
         checks.slopes_values(name, slopes, allow_negative=allow_negative, working=dtype)
     return place_slopes(xp, slopes, dtype, device)
 
 
 def _log_gates(
-    xp: Namespace, gates: Any, sizes: dict[str, Any], layout: tuple[str, str, str], dtype: DType, mask: Any | None
+    xp: Namespace, gates: Any, sizes: _Sizes, layout: tuple[str, str, str], dtype: DType, mask: Any | None
 ) -> Any:
     """Check gates, ``[*batch, num_heads, kv_len]`` or ``[*batch, kv_len, num_heads]``; return them heads-first."""
-    axes = {"heads": sizes["num_heads"], "length": sizes["kv_len"]}
-    shape = (*sizes["batch"], *(axes[axis] for axis in layout if axis in axes))
+    axes = {"heads": sizes.num_heads, "length": sizes.kv_len}
+    shape = (*sizes.batch, *(axes[axis] for axis in layout if axis in axes))
     if tuple(checks.floating_array(xp, "log_gates", gates).shape) != shape:
         names = {"heads": "num_heads", "length": "kv_len"}
-        listed = ", ".join([*_batch_axes(sizes["batch"]), *(names[axis] for axis in layout if axis in names)])
+        listed = ", ".join([*_batch_axes(sizes.batch), *(names[axis] for axis in layout if axis in names)])
         raise ValueError(f"log_gates must have shape {shape} ({listed}), got {tuple(gates.shape)}")
     gates = checked_gates(xp, astype(xp, gates, dtype))
     gates = gates if layout == HEADS_FIRST else xp.matrix_transpose(gates)
@@ -691,41 +695,40 @@ def _log_gates(
     return xp.where(mask if mask.ndim == 1 else mask[..., 0, :], gates, 0.0)
 
 
-def _segment_ids(xp: Namespace, pair: tuple[Any, Any], sizes: dict[str, Any]) -> tuple[Any, Any]:
+def _sinks(xp: Namespace, sinks: Any, num_heads: int, dtype: DType) -> Any:
+    """Check sinks, ``[num_heads]``; return them with an axis for queries, in the working dtype."""
+    if tuple(checks.floating_array(xp, "sinks", sinks).shape) != (num_heads,):
+        raise ValueError(f"sinks must have shape ({num_heads},) (num_heads), got {tuple(sinks.shape)}")
+    sinks = astype(xp, sinks, dtype)
+    is_right = host_values(xp.all(sinks < math.inf))
+    if is_right is not None and not is_right:
+        raise ValueError("sinks must be numbers below inf (-inf is no sink), got NaN or inf")
+    return sinks[:, None]
+
+
+def _segment_ids(xp: Namespace, pair: tuple[Any, Any], sizes: _Sizes) -> tuple[Any, Any]:
     """Check the ids of queries and keys, ``[..., length]``, which broadcast to ``[*batch, length]``; return them."""
-    for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
+    for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes.q_len, sizes.kv_len), strict=True):
         shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
-        axes = ", ".join([*_batch_axes(sizes["batch"]), name])
-        checks.by_token("segment_ids", shape, (*sizes["batch"], length), axes)
+        axes = ", ".join([*_batch_axes(sizes.batch), name])
+        checks.by_token("segment_ids", shape, (*sizes.batch, length), axes)
     if not any("uint" in str(ids.dtype) for ids in pair):
         return pair
     return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned integers
 
 
-def _points(xp: Namespace, pair: tuple[Any, Any], sizes: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the points of queries and keys, ``[..., length, dims]``."""
-    q_points, kv_points = (
-        points_of_call(xp, x, sizes["batch"], name, sizes[name])
-        for x, name in zip(pair, ("q_len", "kv_len"), strict=True)
-    )
-    if q_points.shape[-1] != kv_points.shape[-1]:
-        dims = f"{q_points.shape[-1]} (queries) and {kv_points.shape[-1]} (keys)"
-        raise ValueError(f"positions of queries and keys must have as many dims, got {dims}")
-    return q_points, kv_points
-
-
-def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
+def _q_offset(xp: Namespace, q_offset: Any, sizes: _Sizes) -> Any:
     if q_offset is None:
-        q_offset = sizes["kv_len"] - sizes["q_len"]
+        q_offset = sizes.kv_len - sizes.q_len
     if checks.is_int(q_offset):
         q_offset = checks.integer("q_offset", q_offset)
-        checks.positions_fit(q_offset, sizes["q_len"], sizes["kv_len"])
+        checks.positions_fit(q_offset, sizes.q_len, sizes.kv_len)
         return q_offset
     shape = tuple(checks.integer_array(xp, "q_offset", q_offset).shape)
-    if shape not in ((), sizes["batch"]):
-        batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
+    if shape not in ((), sizes.batch):
+        batch = f" or {sizes.batch} (batch)" if sizes.batch else ""
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
-    checks.positions_fit(FARTHEST, sizes["q_len"], sizes["kv_len"])
+    checks.positions_fit(FARTHEST, sizes.q_len, sizes.kv_len)
     # Clip offsets instead of raising: an error would have to wait for the values. Clipping moves all keys of a row by
     # the same distance, which softmax ignores. Only a window of more than 2**30 tokens would see other keys.
     offset = signed(xp, q_offset)

@@ -124,11 +124,7 @@ def as_points(
     for name, positions in (("q_positions", q_positions), ("kv_positions", kv_positions)):
         if positions.ndim < 2 or positions.shape[-1] < 1:
             raise ValueError(f"{name} must have axes [..., length, dims] with distance=, got {tuple(positions.shape)}")
-    if q_positions.shape[-1] != kv_positions.shape[-1]:
-        raise ValueError(
-            f"kv_positions must have as many dims as q_positions, {q_positions.shape[-1]}, got {kv_positions.shape[-1]}"
-        )
-    check_order(q_positions.shape[-1], is_causal, future_slopes)
+    check_dims(q_positions, kv_positions, is_causal, future_slopes)
     return q_positions, kv_positions
 
 
@@ -152,8 +148,13 @@ def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: 
     return positions[..., None] if on_line else positions
 
 
-def check_order(dims: int, is_causal: bool, future_slopes: Any | None) -> None:
-    """Check that points with several dimensions, which have no order, come without causality and future slopes."""
+def check_dims(q_points: Any, kv_points: Any, is_causal: bool, future_slopes: Any | None) -> None:
+    """Check that points of queries and keys have as many dimensions, without causality and future slopes if several."""
+    dims, of_keys = q_points.shape[-1], kv_points.shape[-1]
+    if dims != of_keys:
+        raise ValueError(
+            f"positions of queries and keys must have as many dims, got {dims} (queries) and {of_keys} (keys)"
+        )
     if dims == 1:
         return
     if is_causal:

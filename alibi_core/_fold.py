@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import Array, DType, arange, astype, brief, checks, floating_name, host_values
+from alibi_core._arrays import FLOATING, Array, DType, arange, astype, brief, checks, floating_name, host_values
 from alibi_core._bias import slopes_of_any_sign
 from alibi_core._call import AttentionCall
 from alibi_core._contracts import power_below
 
-BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}  # significant bits of a limb
 LARGEST_EXPONENT = 63  # of slope / scale, as a power of two
 
 
@@ -68,7 +67,9 @@ def fold(
     pairs = [(i, j, (bits + 1) * (j - i)) for i in range(rate_limbs) for j in range(position_limbs)]
     of_key = [min(max(power - 4, -14), 4) for *_, power in pairs]
     of_query = [power - own for (*_, power), own in zip(pairs, of_key, strict=True)]
-    limit = 65504.0 / 2 ** max(of_query) if bits == BITS["float16"] else 2.0**LARGEST_EXPONENT
+    limit = (
+        FLOATING["float16"].largest / 2 ** max(of_query) if bits == FLOATING["float16"].bits else 2.0**LARGEST_EXPONENT
+    )
     limit, values = limit * abs(call.scale), host_values(call.slopes)
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values}")
@@ -127,9 +128,9 @@ def _limbs(kv_len: int, dtype: DType) -> tuple[int, int, int]:
     """Return the bits of a limb, the number of limbs of a rate, and of any position of size below ``kv_len``."""
     name, kv_len = floating_name(dtype), checks.non_negative_int("kv_len", kv_len)
     if name is None:
-        raise TypeError(f"dtype must be one of {', '.join(BITS)}, got {brief(dtype)}")
+        raise TypeError(f"dtype must be one of {', '.join(FLOATING)}, got {brief(dtype)}")
     checks.positions_fit(0, 0, kv_len)
-    bits, limbs, largest = BITS[name], 1, kv_len - 1
+    bits, limbs, largest = FLOATING[name].bits, 1, kv_len - 1
     # One limb holds integers up to 2**bits; each further limb adds bits + 1 bits.
     while largest > 2**bits:
         limbs, largest = limbs + 1, (largest + 2**bits) >> (bits + 1)

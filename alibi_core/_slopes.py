@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from alibi_core._arrays import (
+    FLOATING,
     Device,
     DType,
     Namespace,
@@ -25,8 +26,6 @@ from alibi_core._contracts import named
 
 MOST_HEADS = 2**20  # more heads are refused: each slope takes microseconds of decimal arithmetic
 SCHEMES = ("canonical", "geometric", "linear")
-
-FLOAT32_BITS, BFLOAT16_BITS = 24, 8  # significant bits, the hidden one among them
 
 _DECIMAL = decimal.Context(prec=60, Emin=-999_999, Emax=999_999, traps=[])  # 60 digits: far beyond float64's 17
 
@@ -146,8 +145,8 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
         return _mpt_slopes(num_heads, b)
     # Falcon rounds BLOOM's float32 slopes once more, to bfloat16.
     if scheme in ("bloom", "falcon"):
-        bits = FLOAT32_BITS if scheme == "bloom" else BFLOAT16_BITS
-        return tuple(_rounded(Fraction(slope), bits) for slope in _bloom_slopes(num_heads))
+        dtype = "float32" if scheme == "bloom" else "bfloat16"
+        return tuple(_rounded(Fraction(slope), dtype) for slope in _bloom_slopes(num_heads))
     assert scheme == "canonical", scheme
     # p slopes in geometric progression, then the first, third, fifth ... slope of 2 * p heads.
     p = 1 << (num_heads.bit_length() - 1)
@@ -158,28 +157,28 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
 
 def _bloom_slopes(num_heads: int) -> list[float]:
     p = 1 << (num_heads.bit_length() - 1)
-    base, between = (Fraction(_rounded(_power_of_two(Fraction(-8, n)), FLOAT32_BITS)) for n in (p, 2 * p))
+    base, between = (Fraction(_rounded(_power_of_two(Fraction(-8, n)), "float32")) for n in (p, 2 * p))
     powers = [base ** (head + 1) for head in range(p)] + [between ** (2 * head + 1) for head in range(num_heads - p)]
-    return [_rounded(power, FLOAT32_BITS) for power in powers]
+    return [_rounded(power, "float32") for power in powers]
 
 
 def _mpt_slopes(num_heads: int, bias_max: Fraction) -> tuple[float, ...]:
     above = 1 << (num_heads - 1).bit_length()
     # transformers computes arange(1, n' + 1) * (bias_max / n') in float32.
-    step = Fraction(_rounded(bias_max / above, FLOAT32_BITS))
-    exponents = [Fraction(_rounded(step * (head + 1), FLOAT32_BITS)) for head in range(above)]
-    powers = [Fraction(_rounded(_power_of_two(x), FLOAT32_BITS)) if x < 128 else None for x in exponents]
+    step = Fraction(_rounded(bias_max / above, "float32"))
+    exponents = [Fraction(_rounded(step * (head + 1), "float32")) for head in range(above)]
+    powers = [Fraction(_rounded(_power_of_two(x), "float32")) if x < 128 else None for x in exponents]
     # 2**128 is infinite in float32, and its reciprocal 0.
-    slopes = [0.0 if power is None else _rounded(1 / power, FLOAT32_BITS) for power in powers]
+    slopes = [0.0 if power is None else _rounded(1 / power, "float32") for power in powers]
     return tuple(slopes if above == num_heads else (slopes[1::2] + slopes[0::2])[:num_heads])
 
 
-def _rounded(value: Fraction | decimal.Decimal, bits: int) -> float:
-    """Return a positive number rounded to ``bits`` significant bits, half to even."""
+def _rounded(value: Fraction | decimal.Decimal, dtype: str) -> float:
+    """Return a positive number rounded to the digits of ``dtype``, half to even, whatever its size."""
     number = Fraction(value)
     exponent = number.numerator.bit_length() - number.denominator.bit_length()
     exponent -= number < Fraction(2) ** exponent  # 2**exponent <= number < 2**(exponent + 1)
-    unit = Fraction(2) ** (exponent + 1 - bits)
+    unit = Fraction(2) ** (exponent + 1 - FLOATING[dtype].bits)
     return float(round(number / unit) * unit)
 
 

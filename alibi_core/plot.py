@@ -13,7 +13,6 @@ import numpy as np
 
 from alibi_core._arrays import Array, astype, checks, namespace_of, on_host
 from alibi_core._bias import bias as bias_of
-from alibi_core._extras import install_hint
 
 try:
     from matplotlib.axis import Axis
@@ -21,7 +20,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"alibi_core.plot needs matplotlib; {install_hint('plot')}") from error
+    raise ModuleNotFoundError(f"alibi_core.plot needs matplotlib; {checks.install_hint('plot')}") from error
 
 __all__ = ["bias", "explanation"]
 
@@ -124,7 +123,7 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
     Example:
         Eight tokens in two blocks, and two heads, of which the second needs all visible keys:
 
-        >>> from alibi_core.backend.horizon import Explanation, KeySpans
+        >>> from alibi_core.backend import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])
         >>> spans = KeySpans(np.asarray([0, 4, 8]), 8, visible, np.asarray([[[[0, 4], [4, 8]], visible[0]]]))
         >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 60, spans)

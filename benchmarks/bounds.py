@@ -57,7 +57,7 @@ def largest_norms(query: Values, key: Values, slopes: Values, tolerance: float) 
 def ours(query: Values, key: Values, slopes: Values, tolerance: float) -> Values:
     """Return the blocks that this library's plan keeps."""
     call = AttentionCall.check(query[None], key[None], key[None], slopes, tolerance=tolerance)
-    plan = host_ranges(call, query[None], key[None], Tiling(q_block=BLOCK, kv_block=BLOCK, few=16))
+    plan = host_ranges(call, query[None], key[None], Tiling(q_block=BLOCK, kv_block=BLOCK, step_queries=16))
     starts = np.arange(0, query.shape[1], BLOCK)
     first, stop = plan.first[..., None], plan.stop[..., None]
     within = starts[None] + BLOCK > starts[:, None] - plan.past[..., None] + 1

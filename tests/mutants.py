@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 # Code of numbers; commands, pictures, layers and the kit have tests of another kind.
 SOURCES = ("alibi_core/*.py", "alibi_core/_horizon/*.py", "alibi_core/_arrays/*.py", "backends/alibi_*/*.py")
 SOURCES += ("backends/alibi_torch/_cpu/*.py", "backends/alibi_jax/_dispatch/*.py", "backends/alibi_jax/_tiled/*.py")
-WITHOUT = ("plot.py", "__init__.py", "conformance.py", "_pytest_plugin.py", "_extras.py", "_explain_model.py")
+WITHOUT = ("plot.py", "__init__.py", "conformance.py", "_pytest_plugin.py", "_explain_model.py")
 # By package: the folders of tests, the names of those that are run in them, and the libraries of the drawn property.
 TESTS = {
     "alibi_core": (("tests/core", "tests/contracts", "tests/mlx"), "not jax", ("numpy", "torch", "mlx")),

@@ -33,6 +33,7 @@ from tests.support.problems import (
     ON_LINE,
     POINTS,
     SEGMENTS,
+    SINKS,
     TENSORS,
     Problem,
     canonical_slopes,
@@ -99,12 +100,13 @@ def problems(draw: st.DrawFn) -> Problem:
     found["gates"] = maybe(sorted(GATES)) if is_gated else None
     if found["gates"] and draw(st.booleans()):
         found["slopes"] = "default"  # no ALiBi
+    found["sinks"] = maybe(sorted(SINKS))
     has_order = not found["is_causal"] and (points is None or points in ON_LINE)
     found["future"] = maybe(("shared", "per entry", "zero")) if has_order else None
     is_square = found["lengths"][0] == found["lengths"][1]
     found["segments"] = maybe([x for x in SEGMENTS if is_square or not x.startswith("one")])
     names = [*TENSORS, *["slopes"] * (found["slopes"] != "default"), *["future_slopes"] * (found["future"] is not None)]
-    names += ["log_gates"] * (found["gates"] is not None)
+    names += ["log_gates"] * (found["gates"] is not None) + ["sinks"] * (found["sinks"] is not None)
     found["wrt"] = tuple(x for x in names if draw(st.booleans())) if one_of((True, True, False)) else ()
     assume(is_square or not (points or "").startswith("one"))
     problem = Problem(**found)
@@ -174,7 +176,7 @@ def computed(backend: Backend, siblings: list[Problem], is_compiled: bool) -> li
         """Swap an array's axes between heads-first and the backend's layout."""
         if name == "log_gates":
             return np.swapaxes(x, -2, -1) if backend.is_length_first else x
-        return x if "slopes" in name else backend.layout(x)
+        return x if "slopes" in name or name == "sinks" else backend.layout(x)
 
     def arrays_of(p: Problem) -> dict[str, Any]:
         of_slopes = "float64" if p.dtype == "float64" else "float32"
@@ -301,6 +303,18 @@ FOUND = (
     Problem((7, 7), (2, 3), (2, 2), gates="closed sometimes", segments="pair", tiling=Tiling((2, 4)), seed=28963),
     Problem((31, 31), (3,), gates="huge", mask="bhqk", wrt=("key", "log_gates"), seed=2),
     Problem((300, 500), (2,), (1, 2), gates="strong", q_offset=600, wrt=("key", "slopes", "log_gates"), luck=0),
+    # Sinks: keys that are all alike or all far, a call that a kernel takes whole, rows without keys, queries beyond the
+    # keys, and gates between a query and keys that a mask or segments hide.
+    Problem((31, 31), data="shifted", sinks="usual", wrt=(*TENSORS, "slopes", "sinks"), tiling=Tiling((4, 4))),
+    Problem((64, 64), sinks="wide", data="outlier", wrt=(*TENSORS, "slopes", "sinks"), seed=2),
+    Problem((11, 5), sinks="usual", q_offset=13, wrt=("query", "slopes", "sinks"), dtype="bfloat16"),
+    Problem((11, 5), sinks="usual", gates="mild", q_offset="per entry", wrt=("slopes", "log_gates", "sinks")),
+    Problem((31, 31), sinks="usual", gates="strong", mask="bhqk", wrt=("log_gates", "sinks"), tiling=Tiling((4, 4))),
+    Problem((150, 150), sinks="usual", gates="mild", mask="b11k:pad", wrt=("key", "slopes", "log_gates", "sinks")),
+    Problem((150, 150), sinks="usual", mask="b11k:pad", wrt=("key", "slopes", "sinks")),
+    Problem((7, 11), sinks="usual", points="times", wrt=("query", "sinks"), mask="bhqk", law="log", tiling=Tiling()),
+    Problem((1, 1100), sinks="usual", heads=(2, 2), dtype="bfloat16"),
+    Problem((17, 31), sinks="usual", returns_weights=True),
     # Points without a position, and a law without points.
     Problem(points="space, some nowhere", distance="euclidean", law="log", is_causal=False, wrt=TENSORS, luck=0),
     Problem(law="sqrt", mask="hqk", wrt=("query", "slopes"), tiling=Tiling()),

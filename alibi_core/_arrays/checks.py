@@ -8,27 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays.namespace import (
-    FLOATING,
-    DType,
-    Namespace,
-    brief,
-    floating_name,
-    host_values,
-    is_dimension,
-    is_exporting,
-    is_kind,
-    is_nested,
-    lacks_64_bits,
-    library_name,
-)
-from alibi_core._arrays.namespace import is_int as is_int
+from alibi_core._arrays.dtypes import FLOATING, floating_name, is_kind, lacks_64_bits
+from alibi_core._arrays.libraries import DType, Namespace, brief, is_dimension, is_exporting, is_nested, library_name
+from alibi_core._arrays.libraries import is_int as is_int
+from alibi_core._arrays.operations import host_values
 from alibi_core.capabilities import LIBRARIES
 
 # isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace unions.
 
 MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
-LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
+_SUPPORTED = " or ".join(", ".join(FLOATING).rsplit(", ", 1))  # dtypes, as messages name them
 
 
 def integer(name: str, value: Any, or_else: str = "") -> int:
@@ -115,8 +104,8 @@ def real_number(name: str, value: Any) -> float:
 
 def number_in(working: DType, name: str, value: Any) -> float:
     """Return ``value`` as a float, having checked that it is finite in the dtype ``working``."""
-    number, kind = real_number(name, value), floating_name(working)
-    if abs(number) > LARGEST[str(kind)]:
+    number, kind = real_number(name, value), str(floating_name(working))
+    if abs(number) > FLOATING[kind].largest:
         raise ValueError(f"{name} must be finite in {kind}, which is computed in, got {number}")
     return number
 
@@ -206,7 +195,7 @@ def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
         how = f"; it has {', '.join(LIBRARIES[library].dtypes)}" if library in LIBRARIES else ""
         raise TypeError(f"{name} must be a real floating dtype of {library}, got {brief(dtype)}{how}")
     if floating_name(dtype) is None:
-        raise TypeError(f"{name} must be {_listed(FLOATING)}, got {dtype}")
+        raise TypeError(f"{name} must be {_SUPPORTED}, got {dtype}")
     if "float64" in str(dtype) and lacks_64_bits(xp):
         raise TypeError(f"{name} must be a dtype that JAX has enabled, got float64; set jax_enable_x64 first")
     return dtype
@@ -222,7 +211,7 @@ def floating_array(xp: Namespace, name: str, value: Any) -> Any:
 def tensor(xp: Namespace, name: str, value: Any) -> Any:
     """Check for an array of float16, bfloat16, float32 or float64."""
     if floating_name(floating_array(xp, name, value).dtype) is None:
-        raise TypeError(f"{name} must be of dtype {_listed(FLOATING)}, got {value.dtype}; cast it to one of these")
+        raise TypeError(f"{name} must be of dtype {_SUPPORTED}, got {value.dtype}; cast it to one of these")
     return value
 
 
@@ -246,8 +235,17 @@ def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] 
         raise ValueError(f"{name} must have shape {(num_heads,)} (num_heads){batched}, got {shape}{reminder}")
 
 
-def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
-    """Check that an int given for slopes is the number of heads."""
+def slopes_count(name: str, count: Any, num_heads: int, axes: str, divided: Sequence[str] = ()) -> None:
+    """Check that an int given for slopes is the number of heads.
+
+    It is refused if mesh axes divide the query, because they may divide the heads.
+    """
+    if divided:
+        raise ValueError(
+            f"{name} must be an array where query is divided along {', '.join(map(repr, divided))}, as its {num_heads} "
+            f"heads may be a part of all heads: give alibi_core.slopes({num_heads}) if they are not, else their part "
+            f"of the slopes of all heads; got {brief(count)}"
+        )
     if count == num_heads:
         return
     if name == "future_slopes":
@@ -256,16 +254,6 @@ def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
             "zeros gives the clamped form"
         )
     raise ValueError(f"{name} must count the heads of query, {num_heads}, got {brief(count)}; its axes are {axes}")
-
-
-def slopes_of_all_heads(name: str, count: Any, num_heads: int, axes: list[str]) -> None:
-    """Refuse a number of heads in place of slopes if mesh axes divide the query: they may divide the heads."""
-    if axes:
-        raise ValueError(
-            f"{name} must be an array where query is divided along {', '.join(map(repr, axes))}, as its {num_heads} "
-            f"heads may be a part of all heads: give alibi_core.slopes({num_heads}) if they are not, else their part "
-            f"of the slopes of all heads; got {brief(count)}"
-        )
 
 
 def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DType = "float64") -> None:
@@ -280,7 +268,7 @@ def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DTyp
         raise ValueError(f"{name} must be finite, got {values.tolist()}")
     kind = floating_name(working) or "float64"
     # A larger slope times the largest distance overflows.
-    most = LARGEST[kind] / (MAX_POSITION + 1)
+    most = FLOATING[kind].largest / (MAX_POSITION + 1)
     if np.any(np.abs(values) > most):
         raise ValueError(
             f"{name} must be at most {most:.4g} in size, for {kind} to hold their products with distances, got "
@@ -317,5 +305,6 @@ def shown(value: Any) -> str:
     return f"{brief(value)} ({type(value).__name__})"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+def install_hint(extra: str) -> str:
+    """Return the end of an error about a missing extra: how to install it. No package index has this library yet."""
+    return f"install with pip install '.[{extra}]' in a checkout of alibi-core"

@@ -6,9 +6,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from alibi_core._arrays.libraries import Function
 
 HEADS = ("num_heads", "slopes, which may be the number of heads")
 # Each hint begins with the name of an argument. The error gives the first hint whose argument the function has.

@@ -1,7 +1,5 @@
 """The distance from which on keys do not matter: ranges of needed keys, by block of queries; rectangles of scores."""
 
-from alibi_core._horizon.explanation import Explanation as Explanation
-from alibi_core._horizon.explanation import KeySpans as KeySpans
 from alibi_core._horizon.jobs import Job as Job
 from alibi_core._horizon.jobs import entry_of as entry_of
 from alibi_core._horizon.jobs import needed_jobs as needed_jobs

@@ -78,7 +78,7 @@ def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
         varies = max(varies, 1 if x is None or x.ndim == axes else x.shape[0])
     rows = min(tiling.rows[1], call.q_len)
     # Halve tiles until the bias of one head is small enough.
-    while rows > tiling.few and rows * call.kv_len > tiling.bias_elements:
+    while rows > tiling.step_queries and rows * call.kv_len > tiling.bias_elements:
         rows = -(-rows // 2)
     limit = max(1, tiling.bias_elements // (rows * call.kv_len))
     # The most heads whose biases fit, as a divisor, so that no job is smaller.
@@ -126,7 +126,7 @@ def needed_jobs(
         ranges = host_ranges(
             entry, query[one, ...], key[one, ...], tiling, None if known is None else known.of_entries(one)
         )
-        if call.q_len <= tiling.few:
+        if call.q_len <= tiling.step_queries:
             by_head = _few_jobs(entry, ranges, index)
         else:
             by_head = [_head_jobs(entry, ranges, head, index, tiling) for head in range(call.num_heads)]
@@ -209,7 +209,7 @@ def _rows(call: AttentionCall, width: int, tiling: Tiling) -> int:
     rows = tiling.rows[0]
     while rows < tiling.rows[1] and 4 * rows < width:
         rows *= 2
-    while rows > tiling.few and rows * (width + rows) > tiling.bias_elements:
+    while rows > tiling.step_queries and rows * (width + rows) > tiling.bias_elements:
         rows //= 2
     return rows
 

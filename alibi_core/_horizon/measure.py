@@ -129,7 +129,7 @@ def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: Ke
     if known is None:
         kv_block = tiling.kv_block_of(call.kv_len)
         parts = list(parts_of(call.kv_len, call.num_kv_heads * call.head_dim, tiling.part_elements))
-        if call.q_len > tiling.few:
+        if call.q_len > tiling.step_queries:
             # Center keys on their mean: softmax is invariant to it, and norms become smaller. Sum in parts if keys
             # must be cast, to avoid a full copy.
             cast = parts if key.dtype != dtype else [slice(0, call.kv_len)]
@@ -174,7 +174,7 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
     Returns:
         The bounds; None where they would not shorten horizons, or the earlier keys may be masked.
     """
-    if tiling.worthwhile is None or call.q_len <= tiling.few:
+    if tiling.least_decay is None or call.q_len <= tiling.step_queries:
         return None
     if any(x is not None for x in (call.mask, call.q_segment_ids, call.log_gates)):
         return None
@@ -191,7 +191,7 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
         # A query is up to 2 * count - 1 tokens after the first key of the block before its own.
         visible = call.window_size is None or 2 * count <= call.window_size
         # Skip heads with steep slopes, whose horizons are short anyway, and heads whose horizon exceeds the sequence.
-        if count < 16 or slope * call.kv_len < tiling.worthwhile or not visible:
+        if count < 16 or slope * call.kv_len < tiling.least_decay or not visible:
             found.append(nothing)
             continue
         middle = None if centre is None else centre[0, head // group, ...]

@@ -8,9 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from alibi_core._arrays import floating_name, namespace_of
-
-LIMITS = {"float32": (2.0**-23, 2.0**-126), "float64": (2.0**-52, 2.0**-1022)}  # spacing at 1, least normal number
+from alibi_core._arrays import FLOATING, floating_name, namespace_of
 
 
 def norm_bounds(vectors: Any) -> Any:
@@ -20,9 +18,9 @@ def norm_bounds(vectors: Any) -> Any:
     CPUs.
     """
     xp, head_dim = namespace_of(vectors), vectors.shape[-1]
-    eps, tiny = LIMITS[str(floating_name(vectors.dtype))]
+    limits = FLOATING[str(floating_name(vectors.dtype))]
     # Each addition may round down, and so may the root (on GPUs by several units). Squares may underflow to 0.
-    rounding, vanishing = (head_dim + 8) * eps, (head_dim * tiny) ** 0.5
+    rounding, vanishing = (head_dim + 8) * 2 * limits.roundoff, (head_dim * limits.least) ** 0.5
     sizes = xp.sqrt(xp.sum(vectors * vectors, axis=-1)) * (1 + rounding) + vanishing
     return xp.where(sizes < float("inf"), sizes, float("inf"))
 
@@ -36,12 +34,12 @@ class Tiling:
         kv_block: Keys that share a norm bound; in long sequences a multiple of this many do.
         most_blocks: The largest number of blocks of queries, and of keys. None for no limit.
         part_elements: Elements of queries or keys processed at a time, to avoid a full float32 copy. None for all.
-        worthwhile: The mean-of-keys bound is used only where slope * kv_len is at least this. None for nowhere: it
+        least_decay: The mean-of-keys bound is used only where slope * kv_len is at least this. None: never, as it
             reads the slopes on the host.
         norm_bounds: Function that bounds norms, as :func:`norm_bounds` does. Keys that are not centred are passed in
             their own dtype.
-        few: Up to this many queries, a call is a decoding step: jobs are planned for few kernel calls, and keys are not
-            centred.
+        step_queries: Up to this many queries, a call is a decoding step: jobs are planned for few kernel calls, and
+            keys are not centred.
         rows: The smallest and the largest number of queries in a tile. A tile lies within one ``q_block``, whose bound
             it uses, so tiles have fewer rows where the number does not divide ``q_block``.
         bias_elements: The largest number of elements in the bias of one call. A single head may exceed it.
@@ -54,9 +52,9 @@ class Tiling:
     kv_block: int
     most_blocks: int | None = 512
     part_elements: int | None = None
-    worthwhile: float | None = None
+    least_decay: float | None = None
     norm_bounds: Callable[[Any], Any] = norm_bounds
-    few: int = 0
+    step_queries: int = 0
     rows: tuple[int, int] = (16, 64)
     bias_elements: int = 2**20
     call_scores: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,9 @@ class LayerShape:
     The projections map ``embed_dim`` to ``num_heads * head_dim`` (queries) and ``num_kv_heads * head_dim`` (keys,
     values) features, and back. In a safetensors file they are ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``
     and ``out_proj.weight``, each ``[out, in]``, with a ``.bias`` if ``bias=True``, and ``log_slopes`` ``[num_heads]``
-    if the slopes are learnable. A forget gate has ``forget_proj.weight`` and ``.bias``, always float32. Slopes here are
-    Python floats rounded to float32, so casting a module does not change
-    them.
+    if the slopes are learnable. A forget gate has ``forget_proj.weight`` and ``.bias``, sinks are ``sinks``,
+    ``[num_heads]``; both are always float32. Slopes here are Python floats rounded to float32, so casting a module does
+    not change them.
     """
 
     embed_dim: int
@@ -50,6 +50,7 @@ class LayerShape:
         distance: str = "manhattan",
         law: str = "linear",
         forget_gate: bool = False,
+        sinks: bool = False,
     ) -> LayerShape:
         """Check a layer's arguments and fill in its sizes and slopes."""
         embed_dim = checks.positive_int("embed_dim", embed_dim)
@@ -65,6 +66,7 @@ class LayerShape:
         checks.direction(is_causal, future_slopes)
         checks.boolean("learnable_slopes", learnable_slopes)
         checks.boolean("bias", bias)
+        checks.boolean("sinks", sinks)
         if learnable_slopes and future_slopes is not None:
             raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
         # Slopes become Python floats, so they must have values now.
@@ -130,26 +132,25 @@ def _float32_values(name: str, slopes: Any | None, num_heads: int) -> tuple[floa
     return tuple(np.asarray(values, np.float32).tolist())
 
 
-if TYPE_CHECKING:
-
-    class Module:
-        """A framework's module, with sub-modules and parameters as attributes."""
-
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-    Module = object
-
-
-class BaseAttention(Module):
+class BaseAttention:
     """Base of the attention layers of all backends.
 
-    A backend's layer derives from its framework's module and from this class. It makes ``slopes``, ``future_slopes``,
-    ``dropout`` and caches, and sets its library, ``_xp``, and its attention function, ``_attention``. Models may set
-    ``clip_qkv``, ``q_norm``, ``k_norm`` and ``query_factor`` to clip, norm and scale projected queries, keys and
-    values. The layer applies them after the projections, so quantizers and adapters may replace the projections.
+    A backend's layer derives from its framework's module and from this class, and sets what is declared here. Models
+    may set ``clip_qkv``, ``q_norm``, ``k_norm`` and ``query_factor`` to clip, norm and scale projected queries, keys
+    and values. The layer applies them after the projections, so quantizers and adapters may replace the projections.
     """
 
+    _xp: Any  # the library
+    _attention: Any  # the backend's attention function
+    slopes: Any
+    future_slopes: Any
+    sinks: Any  # absent without them
+    dropout: Any
+    forget_proj: Any  # absent without a forget gate
+    clip_qkv: float | None
+    q_norm: Any
+    k_norm: Any
+    query_factor: float
     _is_length_first = False  # whether attention takes [batch, length, heads, head_dim], not heads before length
 
     def _build(
@@ -214,6 +215,7 @@ class BaseAttention(Module):
         query, key, value = self._heads(x, source)
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": self.window_size}
         rules |= {"implementation": self.implementation, "law": self.law}
+        rules |= {"sinks": self.sinks[...]} if getattr(self, "sinks", None) is not None else {}
         gates = {} if getattr(self, "forget_proj", None) is None else {"log_gates": self._log_gates(source)}
         longer = None
         if cache is None:
@@ -252,10 +254,8 @@ class BaseAttention(Module):
         options: dict[str, Any] = {name: getattr(self.shape, name) for name in names} | {"is_causal": self.is_causal}
         if self.window_size is not None:
             options["window_size"] = self.window_size
-        if getattr(self, "log_slopes", None) is not None:
-            options["learnable_slopes"] = True
-        if getattr(self, "forget_proj", None) is not None:
-            options["forget_gate"] = True
+        own = {"learnable_slopes": "log_slopes", "forget_gate": "forget_proj", "sinks": "sinks"}
+        options |= {option: True for option, name in own.items() if getattr(self, name, None) is not None}
         return ", ".join(f"{name}={value}" for name, value in options.items())
 
     def _heads(self, x: Any, source: Any) -> Iterator[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,6 @@ POST_NORM_BLOCKS = ("post_norm", "double_post_norm")
 BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm", *POST_NORM_BLOCKS)
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 NORMS = ("layer_norm", "rms_norm")
-_SWITCHES = (
-    "is_causal",
-    "bias",
-    "gated",
-    "feed_forward_bias",
-    "qk_norm",
-    "norm_bias",
-    "embedding_norm",
-    "tied_head",
-    "forget_gate",
-)
 
 
 def _check_slopes(name: str, slopes: Any) -> None:
@@ -42,11 +32,17 @@ _WRONG_WAY = {
     True: "is_causal must be True for a language model, got False (an encoder sees the answer)",
     False: "is_causal must be False for an encoder, got True (AlibiLanguageModel is for decoders)",
 }
-_OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
-    "up_bias": checks.boolean,
-    **dict.fromkeys(("scale", "clip_qkv", "embedding_scale"), checks.positive_number),
+# The checks of fields that are given. Others are booleans, or arguments of attention layers, which check their own.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("num_layers", "embed_dim", "num_heads", "max_len", "expansion_factor"), checks.positive_int),
     "feed_forward_dim": checks.positive_int,
+    "token_types": checks.non_negative_int,
+    **dict.fromkeys(("norm_epsilon", "scale", "clip_qkv", "embedding_scale", "logit_scale"), checks.positive_number),
     **dict.fromkeys(("slopes", "future_slopes"), _check_slopes),
+    "block": partial(checks.one_of, choices=BLOCKS),
+    "activation": partial(checks.one_of, choices=ACTIVATIONS),
+    "norm": partial(checks.one_of, choices=NORMS),
+    "up_bias": checks.boolean,
 }
 
 
@@ -97,6 +93,7 @@ class AlibiConfig:
         forget_gate: Whether each token decides how much of the tokens before it is forgotten: one linear map to a logit
             a head, in float32, whose ``log_sigmoid`` are the ``log_gates`` of attention. Slopes are then 0, unless they
             are given. Causal attention only.
+        sinks: Whether each head of attention has a learned sink, a float32 logit that begins at 0.
         window_size, distance, law: As in :func:`alibi_core.attention`.
         implementation: As in the backend's ``attention``, which checks it: the name of an implementation.
         gradient_checkpointing: Whether training keeps only the inputs of blocks for the backward pass, which computes
@@ -141,6 +138,7 @@ class AlibiConfig:
     future_slopes: tuple[float, ...] | None = None
     learnable_slopes: bool = False
     forget_gate: bool = False
+    sinks: bool = False
     window_size: int | None = None
     distance: str = "manhattan"
     law: str = "linear"
@@ -148,20 +146,13 @@ class AlibiConfig:
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "embed_dim", "num_heads", "max_len", "expansion_factor"):
-            checks.positive_int(name, getattr(self, name))
+        for field in fields(self):
+            check: Callable[..., Any] | None = checks.boolean if field.type == "bool" else _CHECKS.get(field.name)
+            value, may_be_none = getattr(self, field.name), "None" in str(field.type)
+            if check is not None and not (may_be_none and value is None):
+                check(field.name, value)
         if self.embed_dim % self.num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads ({self.num_heads}), got {self.embed_dim}")
-        for name in (*_SWITCHES, "gradient_checkpointing"):
-            checks.boolean(name, getattr(self, name))
-        for name, words in (("block", BLOCKS), ("activation", ACTIVATIONS), ("norm", NORMS)):
-            checks.one_of(name, getattr(self, name), words)
-        checks.non_negative_int("token_types", self.token_types)
-        for name in ("norm_epsilon", "logit_scale"):
-            checks.positive_number(name, getattr(self, name))
-        for name, check in _OPTIONAL.items():
-            if getattr(self, name) is not None:
-                check(name, getattr(self, name))
         # The attention layer checks its own arguments; the backend checks the implementation.
         options = self.attention_options
         del options["implementation"]
@@ -210,7 +201,7 @@ class AlibiConfig:
             for name, values in (("slopes", self.slopes), ("future_slopes", self.future_slopes))
         }
         names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
-        arrays |= {"forget_gate": True} if self.forget_gate else {}
+        arrays |= {name: True for name in ("forget_gate", "sinks") if getattr(self, name)}
         return arrays | {name: getattr(self, name) for name in (*names, "dropout", "distance", "law", "implementation")}
 
 

@@ -140,7 +140,9 @@ def _read(name: str, given: Any | None) -> Numbers | None:
 
 
 class BaseEncoder(BaseTextModel):
-    """Base of the encoders of all backends. A backend defines ``_most_packed(tokens)``: the most tokens in a pack."""
+    """Base of the encoders of all backends."""
+
+    _most_packed: Any  # of a backend: (tokens) gives the most tokens in a pack
 
     @explains_keywords
     def __call__(

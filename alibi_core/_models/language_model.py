@@ -153,11 +153,12 @@ class BaseLanguageModel(BaseTextModel):
 
     The matrix of token embeddings, which also computes the logits if the head is tied, is initialised with variance
     ``1 / embed_dim``: logits have unit variance. Embeddings are multiplied by ``sqrt(embed_dim)`` and have unit
-    variance, too.
-
-    A backend defines ``_tied_head(hidden)``, the logits by that matrix; ``_sources(key, number)``, a source of random
-    numbers for each step; and ``_choose(logits, rules, source)``, one token a row, ``[batch]``.
+    variance, too. A backend defines the methods that are declared here.
     """
+
+    _tied_head: Any  # (hidden) gives the logits by the matrix of embeddings
+    _sources: Any  # (key, number) gives a source of random numbers for each step
+    _choose: Any  # (logits, rules, source) gives one token a row, [batch]
 
     @explains_keywords
     def __call__(

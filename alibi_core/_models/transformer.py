@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 
 from alibi_core._arrays import Namespace, checks, explains_keywords, namespace_of, signed
-from alibi_core._models.attention_layer import Module, cache_lengths, scaled, truncate
+from alibi_core._models.attention_layer import cache_lengths, scaled, truncate
 from alibi_core._models.config import AlibiConfig, check_config
 
 
-class BaseParts(Module):
-    """Factory of a model's sub-modules.
-
-    A backend defines a method for each kind of module: ``linear(features, to, bias)``, ``layer_norm(features)``,
-    ``rms_norm(features)``, ``activation()``, ``dropout()`` (may return None), ``embedding(count)`` with variance
-    ``1 / embed_dim``, ``block()``, ``transformer()``, and ``listed(modules)``, a list of modules.
-    ``attention_layer`` is the class of its attention layer.
+class BaseParts:
+    """Factory of a model's sub-modules. A backend defines the attributes that are declared here.
 
     Args:
         config: Shape of the model.
@@ -27,6 +22,17 @@ class BaseParts(Module):
             ``attention_layer``.
         options: Further arguments of the framework's modules, such as JAX's ``rngs``.
     """
+
+    linear: Any  # (features, to, bias)
+    layer_norm: Any  # (features)
+    rms_norm: Any  # (features)
+    activation: Any  # ()
+    dropout: Any  # (), may return None
+    embedding: Any  # (count), with variance 1 / embed_dim
+    block: Any  # ()
+    transformer: Any  # ()
+    listed: Any  # (modules), a list of modules
+    attention_layer: Any  # the class
 
     def __init__(self, config: AlibiConfig, attention: Callable[..., Any] | None = None, **options: Any) -> None:
         self.config, self.factory, self.options = config, attention, options
@@ -60,11 +66,10 @@ class BaseParts(Module):
         return self.listed([module for module in modules if module is not None])
 
 
-class BaseBlock(Module):
-    """A block: attention and a feed-forward layer with residual connections.
+class BaseBlock:
+    """A block: attention and a feed-forward layer with residual connections."""
 
-    A backend defines ``_checkpointed(run, x)``: ``run(block, x)``, computed again in the backward pass if there is one.
-    """
+    _checkpointed: Any  # of a backend: (run, x) gives run(block, x), computed again in the backward pass
 
     def _build(self, parts: BaseParts) -> None:
         self.kind, self.is_gated = parts.config.block, parts.config.gated
@@ -119,7 +124,7 @@ class BaseBlock(Module):
         return hidden
 
 
-class BaseTransformer(Module):
+class BaseTransformer:
     """Base of the transformers of all backends: blocks, each on normed input, then a final norm.
 
     There are no position embeddings, so inputs may have any length, also above ``config.max_len``. Post-norm blocks
@@ -203,7 +208,7 @@ class BaseTransformer(Module):
             raise ValueError(f"caches must be one a block ({count}), got {len(caches)}")
 
 
-class BaseTextModel(Module):
+class BaseTextModel:
     """Base of language models and encoders: a transformer on the embeddings of tokens."""
 
     _xp: Any = None  # torch or mlx.core if tokens must be its arrays; None in JAX, which also takes NumPy's

@@ -10,13 +10,13 @@ more:
 """
 
 from alibi_core._attention import dense_attention as dense_attention
-from alibi_core._bias import reach_of as reach_of
+from alibi_core._attention import with_sinks as with_sinks
+from alibi_core._bias import unit_bias_of as unit_bias_of
 from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import AttentionCall as AttentionCall
 from alibi_core._call import BiasTerms as BiasTerms
 from alibi_core._call import axis_of as axis_of
-from alibi_core._call import join_call as join_call
 from alibi_core._call import split_call as split_call
 from alibi_core._distance import exact_sum as exact_sum
 from alibi_core._distance import fixed_positions as fixed_positions
@@ -25,8 +25,9 @@ from alibi_core._distance import penalty as penalty
 from alibi_core._distance import penalty_beyond as penalty_beyond
 from alibi_core._distance import relative_points as relative_points
 from alibi_core._distance import relative_position as relative_position
+from alibi_core._explanation import Explanation as Explanation
+from alibi_core._explanation import KeySpans as KeySpans
 from alibi_core._gates import GateTotals as GateTotals
 from alibi_core._gates import finite_gates as finite_gates
 from alibi_core._gates import gate_sums as gate_sums
 from alibi_core._gates import suffix_sums as suffix_sums
-from alibi_core._horizon import Explanation as Explanation

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import Namespace, checks, host_values, namespace_of
+from alibi_core._arrays import Namespace, checks, host_values, namespace_of, on_host
 
 
 def check_new_tokens(
@@ -33,6 +33,36 @@ def check_new_tokens(
             )
         if new.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} as the cache is, got {new.dtype}")
+
+
+def check_new_gates(
+    xp: Namespace,
+    log_gates: Any | None,
+    sizes: tuple[int, int, int],
+    held_heads: int | None,
+    *,
+    is_empty: bool,
+    length_axis: int = 2,
+    fix: str = "",
+) -> None:
+    """Check that all tokens of a cache have forget gates, or none has, and that gates of new tokens fit the cache.
+
+    ``sizes`` are ``(batch, num_kv_heads, new)``; ``held_heads`` are those of the cache's gates, None without. An empty
+    cache without gates takes some. ``length_axis`` is as in :func:`check_new_tokens`; ``fix`` ends the message.
+    """
+    if (log_gates is None) != (held_heads is None) and not (is_empty and held_heads is None):
+        raise ValueError(f"log_gates must be given for all tokens of a cache or for none, got them for some{fix}")
+    if log_gates is None:
+        return
+    given = tuple(checks.floating_array(xp, "log_gates", log_gates).shape)
+    batch, num_kv_heads, new = sizes
+    heads = held_heads or (given[3 - length_axis] if len(given) == 3 else num_kv_heads)
+    axes, expected = "batch, num_heads, length", (batch, heads, new)
+    if length_axis == 1:
+        axes, expected = "batch, length, num_heads", (batch, new, heads)
+    if given != expected or heads % num_kv_heads:
+        rule = f"{expected} ({axes}; a multiple of {num_kv_heads} heads)"
+        raise ValueError(f"log_gates must have shape {rule} to fit the cache, got {given}")
 
 
 @dataclass(frozen=True)
@@ -63,6 +93,13 @@ def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most:
     if values is not None and not np.all((values >= 0) & (values <= most)):
         raise ValueError(f"{name} must be from 0 to the number of tokens, {most}, got {values.astype(int).tolist()}")
     return lengths
+
+
+def counts_of_rows(xp: Namespace, lengths: Any | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:
+    """Return the number of new tokens in each row, read on the host; ``new`` without ``lengths``, which are checked."""
+    if lengths is None:
+        return np.full(batch_size, new)
+    return on_host(xp, check_lengths(xp, "lengths", lengths, batch_size, new)).astype(np.int64)
 
 
 def check_indices(xp: Namespace, indices: Any, batch_size: int) -> Any:

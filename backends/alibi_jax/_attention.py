@@ -23,6 +23,7 @@ def attention(
     is_causal: bool = True,
     future_slopes: jax.Array | None = None,
     log_gates: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     q_offset: int | jax.Array | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     window_size: int | None = None,
@@ -45,9 +46,9 @@ def attention(
     prove that their weights sum to at most ``tolerance``. Second derivatives need memory for all scores; forward mode
     needs ``"dense"``.
 
-    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes``, ``future_slopes`` and ``log_gates``),
-    ``jax.checkpoint`` and ``jax.shard_map``, and partitions batch and heads as the arrays are sharded. Arrays may be
-    traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
+    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes``, ``future_slopes``, ``log_gates``,
+    ``sinks``), ``jax.checkpoint`` and ``jax.shard_map``, and partitions batch and heads as the arrays are sharded.
+    Arrays may be traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
     ``allow_negative_slopes`` and ``implementation`` are Python values. The signs of traced slopes and gates are not
     checked.
 
@@ -65,6 +66,7 @@ def attention(
     - ``slopes``: Required inside ``jax.shard_map`` and ``jax.pmap`` if the query is divided, as its heads may be: the
       slopes of the heads that it has.
     - ``log_gates``: ``[batch, kv_len, num_heads]``. ``"tpu"`` takes none.
+    - ``sinks``: ``"cudnn"`` takes none. Second derivatives need ``"dense"``.
     - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
       max|value|``. Default: the rounding error of the dtype. 0 computes every score.
     - ``dropout``: Probability of zeroing a weight; the other weights are divided by ``1 - dropout``. It applies in
@@ -115,6 +117,7 @@ def attention(
         is_causal=is_causal,
         future_slopes=future_slopes,
         log_gates=log_gates,
+        sinks=sinks,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,

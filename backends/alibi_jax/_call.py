@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core.backend import AttentionCall, checks, join_call, split_call
+from alibi_core.backend import AttentionCall, checks, split_call
 from alibi_core.backend.checks import namespace_of
 
 
@@ -20,13 +20,13 @@ def _flatten(call: AttentionCall) -> tuple[tuple[Any, ...], Any]:
 
 def _unflatten(static: Any, arrays: tuple[Any, ...]) -> AttentionCall:
     call, names = static
-    return join_call(call, dict(zip(names, arrays, strict=True)))
+    return call.having(**dict(zip(names, arrays, strict=True)))
 
 
 jax.tree_util.register_pytree_node(AttentionCall, _flatten, _unflatten)
 
 
-MOVING = ("slopes", "future_slopes", "log_gates")  # the arrays of a call that have gradients
+MOVING = ("slopes", "future_slopes", "log_gates", "sinks")  # the arrays of a call that have gradients
 
 
 def moving_arrays(call: AttentionCall) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from alibi_core.backend.caches import (
     check_covered,
     check_indices,
     check_lengths,
+    check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
@@ -161,19 +162,17 @@ class KVCache:
         sizes = batch_size, num_kv_heads, head_dim, head_dim
         check_new_tokens(jnp, key, value, sizes, self.keys.dtype, length_axis=1)
         new = key.shape[1]
-        if self.log_gates is None and log_gates is not None and _concrete(self.length) == 0:
-            shape = batch_size, *checks.array("log_gates", log_gates).shape[2:], max_length
-            empty = _cache(*tuple(vars(self).values())[:3], jnp.zeros(shape, self.key_norms.dtype), self._ends)
+        held_heads = None if self.log_gates is None else self.log_gates.shape[1]
+        rules: dict[str, Any] = {"is_empty": _concrete(self.length) == 0, "length_axis": 1, "fix": "; see gate_heads"}
+        check_new_gates(jnp, log_gates, (batch_size, num_kv_heads, new), held_heads, **rules)
+        if self.log_gates is None and log_gates is not None:
+            gates = jnp.zeros((batch_size, log_gates.shape[2], max_length), self.key_norms.dtype)
+            empty = _cache(self.keys, self.values, self.key_norms, gates, self._ends)
             return empty.append(key, value, lengths=lengths, log_gates=log_gates)
-        expected = None if self.log_gates is None else (batch_size, new, self.log_gates.shape[1])
-        if expected != (None if log_gates is None else tuple(checks.array("log_gates", log_gates).shape)):
-            has = "no gates (see gate_heads)" if expected is None else f"gates, {expected} (batch, new, gate_heads)"
-            given = None if log_gates is None else tuple(log_gates.shape)
-            raise ValueError(f"log_gates must fit a cache that has {has}, got {given}")
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         gates = None
         if log_gates is not None:
-            gates = jnp.swapaxes(checks.floating_array(jnp, "log_gates", log_gates), 1, 2).astype(self.log_gates.dtype)
+            gates = jnp.swapaxes(log_gates, 1, 2).astype(self.log_gates.dtype)
         if lengths is not None or self.lengths is not None:
             return self._append_by_row((key, value, gates), _counts(lengths, batch_size, new, max_length))
         check_room(new, max_length, _concrete(self._ends))
@@ -228,6 +227,7 @@ class KVCache:
         implementation: Implementation | None = None,
         lengths: jax.Array | None = None,
         law: str = "linear",
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Return the causal attention of the last cached tokens over all cached tokens; read only the needed keys.
 
@@ -261,7 +261,7 @@ class KVCache:
             check_covered(columns, held)
             return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, max(self.max_length - columns, 0))])
 
-        rules = {"window_size": window_size, "scale": scale, "law": law, "log_gates": self.log_gates}
+        rules = {"window_size": window_size, "scale": scale, "law": law, "log_gates": self.log_gates, "sinks": sinks}
         rules |= over_keys(over_slots, mask, segment_ids)
         # Validate in heads-first layout: transposing the cache would copy it.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
@@ -302,7 +302,8 @@ class KVCache:
         # A negative length is traced, or it would have raised: it makes the cache invalid.
         kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self._ends, length))
         length = jnp.where(self._ends > self.max_length, self._ends, kept)
-        return _cache(self.keys, _of_first(self.values, length), self.key_norms, self.log_gates, length)
+        gates = None if self.log_gates is None else _of_first(self.log_gates, length)
+        return _cache(self.keys, _of_first(self.values, length), self.key_norms, gates, length)
 
     def select_batch(self, indices: jax.Array) -> KVCache:
         """Return the cache of the sequences at ``indices``, ``[new batch]`` integers, which may repeat.
@@ -338,12 +339,12 @@ jax.tree_util.register_pytree_with_keys(
 
 @broadcasting
 def _of_first(values: jax.Array, length: jax.Array) -> jax.Array:
-    """Return values with zeros from ``length``, ``[]`` or ``[batch]``, on.
+    """Return values, or gates, with zeros from ``length``, ``[]`` or ``[batch]``, on.
 
-    Masked slots have a weight of 0, but 0 * NaN and 0 * inf are NaN.
+    Masked slots have a weight of 0, but 0 * NaN and 0 * inf are NaN; gates of NaN are refused.
     """
     is_held = jnp.arange(values.shape[2]) < length[..., None]  # [slots] or [batch, slots]
-    return jnp.where(is_held.reshape(-1, 1, values.shape[2], 1), values, 0)
+    return jnp.where(is_held.reshape(-1, 1, values.shape[2], *[1] * (values.ndim - 3)), values, 0)
 
 
 def _counts(lengths: jax.Array | None, batch_size: int, new: int, max_length: int) -> jax.Array:

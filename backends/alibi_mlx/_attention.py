@@ -21,6 +21,7 @@ def attention(
     is_causal: bool = True,
     future_slopes: mx.array | None = None,
     log_gates: mx.array | None = None,
+    sinks: mx.array | None = None,
     q_offset: int | mx.array | None = None,
     segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
     window_size: int | None = None,
@@ -39,14 +40,14 @@ def attention(
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
-    Differentiable in ``query``, ``key``, ``value``, ``slopes``, ``future_slopes`` and ``log_gates``. Memory is linear
-    in the lengths, forward and backward; no bias of ``q_len * kv_len`` is allocated. Keys are skipped if their norms
-    and the gates prove that their weights sum to less than the tolerance. For this proof the call evaluates the tensors
-    if there are more than 1,024 keys; with ``tolerance=0`` it stays lazy. Slopes and gates that are MLX arrays are
-    always evaluated, to validate them; NumPy slopes and default slopes are not. ``mx.vmap`` is supported. Under
-    ``mx.compile`` no values can be read, so all visible keys are computed. The program depends on the lengths, so
-    ``shapeless=True`` is not supported: MLX refuses it, except for ``"dense"``, where MLX 0.32 crashes if it traces a
-    single key.
+    Differentiable in ``query``, ``key``, ``value``, ``slopes``, ``future_slopes``, ``log_gates`` and ``sinks``. Memory
+    is linear in the lengths, forward and backward; no bias of ``q_len * kv_len`` is allocated. Keys are skipped if
+    their norms and the gates prove that their weights sum to less than the tolerance. For this proof the call evaluates
+    the tensors if there are more than 1,024 keys; with ``tolerance=0`` it stays lazy. Slopes, gates and sinks that are
+    MLX arrays are always evaluated, to validate them; NumPy slopes and default slopes are not. ``mx.vmap`` is
+    supported. Under ``mx.compile`` no values can be read, so all visible keys are computed. The program depends on the
+    lengths, so ``shapeless=True`` is not supported: MLX refuses it, except for ``"dense"``, where MLX 0.32 crashes if
+    it traces a single key.
 
     Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that sees no key gives
     zeros.
@@ -90,6 +91,7 @@ def attention(
         is_causal=is_causal,
         future_slopes=future_slopes,
         log_gates=log_gates,
+        sinks=sinks,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,

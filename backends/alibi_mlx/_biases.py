@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import AttentionCall, with_sinks
 from alibi_core.backend.horizon import Job
 
 
@@ -61,6 +61,18 @@ class Biases:
         square = _sums(mx.where(is_later, by_query, 0.0), axis=-2)
         return mx.concatenate([row + square[..., :1], square], axis=-1)
 
+    def with_sinks(self, job: Job, scores: mx.array) -> mx.array:
+        """Return scores of a job, or their bias, with a last column of sinks if there are some."""
+        return scores if self._call.sinks is None else with_sinks(mx, scores, self._tile(job).sinks[..., None])
+
+    def with_own_key(self, job: Job, by_score: mx.array, by_sink: mx.array) -> mx.array:
+        """Return score gradients, that of a query's sink added to the query's own key: rows then sum to 0."""
+        if self._call.sinks is None:
+            return by_score
+        queries, keys = self._tile(job).positions()
+        is_own = queries[..., :, None] == keys  # [rows, kv_len] or [batch entries, rows, kv_len]
+        return by_score + mx.where(is_own if is_own.ndim == 2 else is_own[:, None], by_sink, 0)
+
     def distances(self, job: Job) -> list[mx.array]:
         """Return the penalties that slopes multiply, and, if there are future slopes, those that these multiply.
 
@@ -70,7 +82,7 @@ class Biases:
         nothing.
         """
         terms = replace(self._tile(job), log_gates=None).bias_terms()
-        penalties = -_four_axes(terms.reach)
+        penalties = -_four_axes(terms.unit_bias)
         if self._call.future_slopes is None:
             return [penalties]
         is_ahead = _four_axes(terms.relative) > 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, join_call, no_gradient
+from alibi_core.backend import AttentionCall, no_gradient
 from alibi_core.backend.horizon import Job
 from alibi_mlx import _kernels
 
@@ -86,7 +86,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         return planned[call.batch]
 
     def of_arrays(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
-        this = join_call(call, dict(zip(operands, arrays, strict=True)))
+        this = call.having(**dict(zip(operands, arrays, strict=True)))
         return _kernels.forward(this, query, key, value, jobs(this, query, key, value))
 
     function = mx.custom_function(of_arrays)
@@ -100,9 +100,10 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
     @function.vjp
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
         query, key, value, *arrays = primals
-        this = join_call(call, dict(zip(operands, arrays, strict=True)))
+        this = call.having(**dict(zip(operands, arrays, strict=True)))
         found = _gradients(this, query, key, value, grad, jobs)
-        by_name = zip(("slopes", "future_slopes", "log_gates"), found[3:], strict=False)
+        names = "slopes", "future_slopes", *(name for name in ("log_gates", "sinks") if name in operands)
+        by_name = zip(names, found[3:], strict=True)
         grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_name if n in operands}
         # MLX drops a None, and later gradients would become those of arguments before them.
         return *found[:3], *(grads.get(name, mx.zeros_like(x)) for name, x in zip(operands, arrays, strict=True))
@@ -118,12 +119,12 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 def _gradients(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
 ) -> tuple[mx.array, ...]:
-    """Return the gradients of query, key, value, and of slopes, future slopes and gates per batch entry."""
+    """Return the gradients of query, key, value, and of slopes, future slopes, gates and sinks per batch entry."""
     operands = call.arrays
 
     @mx.custom_function
     def function(query: mx.array, key: mx.array, value: mx.array, grad: mx.array, *arrays: mx.array) -> Any:
-        this = join_call(call, dict(zip(operands, arrays, strict=True)))
+        this = call.having(**dict(zip(operands, arrays, strict=True)))
         return _kernels.backward(this, (query, key, value), grad, plan(this, query, key, value))
 
     @function.vmap

@@ -28,10 +28,13 @@ def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array
     before: list[mx.array] = []
     for job in jobs:
         bias, attends = biases.of(job)
+        bias = biases.with_sinks(job, bias)
         for part in _parts(job, call.head_dim):
             tensors = (queries_of(query, part), keys_of(key, part, call), keys_of(value, part, call))
             # MLX rounds the bias to the dtype of the tensors, so cast them to float32.
             wide = [_float32(x) for x in tensors]
+            if call.sinks is not None:  # a key of zeros, whose bias is the sink
+                wide[1:] = [mx.pad(x, [(0, 0), (0, 0), (0, 1), (0, 0)]) for x in wide[1:]]
             wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
             out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=bias)
             if attends is not None:  # fully masked queries give zeros
@@ -50,16 +53,17 @@ def backward(
     grad: mx.array,
     jobs: Iterable[Job],
 ) -> tuple[mx.array, ...]:
-    """Return the gradients of ``sum(attention * grad)`` for query, key, value, slopes, future slopes and gates.
+    """Return the gradients of ``sum(attention * grad)`` for query, key, value, slopes, future slopes, gates and sinks.
 
-    The gradients of slopes are ``[batch, num_heads]``, those of gates ``[batch, num_heads, kv_len]``. Those of future
-    slopes are zeros if there are none; those of gates are left out.
+    The gradients of slopes are ``[batch, num_heads]``, of gates ``[batch, num_heads, kv_len]``, of sinks ``[batch,
+    num_heads, 1]``. Those of future slopes are zeros if there are none; those of gates and sinks are left out.
     """
     query, key, value = tensors
     by_query = mx.zeros(query.shape, query.dtype)
     by_key, by_value = mx.zeros(key.shape), mx.zeros(value.shape)  # float32 sums, cast at the end
     by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
     by_gates = [] if call.log_gates is None else [mx.zeros((*call.batch, call.num_heads, call.kv_len))]
+    by_sinks = [] if call.sinks is None else [mx.zeros((*call.batch, call.num_heads))]
     biases = Biases(call)
     before: list[mx.array] = []
     for job in jobs:
@@ -72,14 +76,19 @@ def backward(
                 grads = mx.where(attends, grads, 0.0)
             queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
             # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped
-            weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + bias)
+            scores = queries @ for_scores(keys, part).swapaxes(-1, -2) + bias
+            weights = _softmax(biases.with_sinks(part, scores))
             by_weight = grads @ for_scores(values, part).swapaxes(-1, -2)
+            if call.sinks is not None:
+                by_weight = mx.pad(by_weight, [(0, 0), (0, 0), (0, 0), (0, 1)])
             # Recompute the mean rather than take it from the result, whose rounding would spoil the slopes' gradients.
             mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
             by_score = weights * (by_weight - mean)
             # In exact arithmetic a row's score gradients sum to 0. Remove the rounding error of the sum: a common part
             # of keys or distances would multiply it.
             by_score = by_score - weights * mx.sum(by_score, axis=-1, keepdims=True)
+            count = part.kv_len  # behind the keys there may be a sink
+            by_sink, by_score, weights = by_score[..., count:], by_score[..., :count], weights[..., :count]
             by_queries = ((by_score @ keys) * call.scale).astype(query.dtype)
             put_queries(by_query, part, by_queries)
             before = [
@@ -87,9 +96,11 @@ def backward(
                 _add_keys(by_key, part, call, by_score.swapaxes(-1, -2) @ queries),
                 _add_keys(by_value, part, call, weights.swapaxes(-1, -2) @ grads),
                 *(_add_by_head(x, part, by_score * y) for x, y in zip(by_slopes, distances, strict=False)),
-                *(_add_gates(x, part, by_score) for x in by_gates),
+                *(_add_gates(x, part, biases.with_own_key(part, by_score, by_sink)) for x in by_gates),
+                *(_add_by_head(x, part, -by_sink) for x in by_sinks),
             ]
-    return by_query, by_key.astype(key.dtype), by_value.astype(value.dtype), *by_slopes, *by_gates
+    sums = *by_slopes, *by_gates, *(x[..., None] for x in by_sinks)
+    return by_query, by_key.astype(key.dtype), by_value.astype(value.dtype), *sums
 
 
 def _softmax(scores: mx.array) -> mx.array:

@@ -39,12 +39,11 @@ def norm_bounds(keys: mx.array) -> mx.array:
 
 
 # On the CPU, scores are expensive and calls are cheap. GPUs (Metal, CUDA) need large tiles; their sizes are guesses.
-ALIKE: dict[str, Any] = {"kv_block": 64, "part_elements": 2**20, "worthwhile": 20, "kernel_elements": 2**21}
+ALIKE: dict[str, Any] = {"kv_block": 64, "part_elements": 2**20, "least_decay": 20, "kernel_elements": 2**21}
+ALIKE["norm_bounds"] = norm_bounds
 TILINGS = {
-    mx.cpu: Tiling(64, rows=(16, 64), bias_elements=2**20, call_scores=2000, few=16, norm_bounds=norm_bounds, **ALIKE),
-    mx.gpu: Tiling(
-        256, rows=(64, 256), bias_elements=2**22, call_scores=10**5, few=8, norm_bounds=norm_bounds, **ALIKE
-    ),
+    mx.cpu: Tiling(64, rows=(16, 64), bias_elements=2**20, call_scores=2000, step_queries=16, **ALIKE),
+    mx.gpu: Tiling(256, rows=(64, 256), bias_elements=2**22, call_scores=10**5, step_queries=8, **ALIKE),
 }
 
 
@@ -77,7 +76,7 @@ def _reads_quickly(call: AttentionCall, has_norms: bool) -> bool:
     """Whether few queries should read all keys: because measuring takes longer, or a step of decoding stays lazy."""
     elements = call.num_kv_heads * call.kv_len * call.head_dim
     is_quick = elements < (SOON_READ if has_norms else SOON_MEASURED) * tiling().short
-    return call.q_len <= tiling().few and (is_quick or on_gpu())
+    return call.q_len <= tiling().step_queries and (is_quick or on_gpu())
 
 
 def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:

@@ -14,14 +14,15 @@ from alibi_core.backend.caches import (
     cache_summary,
     check_indices,
     check_lengths,
+    check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
+    counts_of_rows,
     over_keys,
 )
 from alibi_core.backend.checks import (
     explains_keywords,
-    floating_array,
     floating_dtype,
     non_negative_int,
     one_of,
@@ -111,14 +112,18 @@ class KVCache:
         if self.offset == 0:
             self._forget()  # an empty cache accepts any keys that its arguments admit, also after truncation
         self._check_new(key, value)
-        new = key, value, *self._new_gates(log_gates, key)
+        held_heads, sizes = None if self._gates is None else self._gates.shape[1], key.shape[:3]
+        check_new_gates(mx, log_gates, sizes, held_heads, is_empty=self.keys is None)
+        new = [key, value]
+        if log_gates is not None:  # as one feature
+            new.append(log_gates[..., None].astype(mx.float64 if key.dtype == mx.float64 else mx.float32))
         start, end = self.offset, self.offset + key.shape[-2]
         if lengths is None and self.lengths is None:
             for held, x in zip(self._with_room(new, end), new, strict=True):
                 held[..., start:end, :] = x
             self.offset, self._measured = end, min(self._measured, start)
             return self.state[:2]
-        counts = _counts(lengths, *key.shape[:3:2])
+        counts = counts_of_rows(mx, lengths, *key.shape[:3:2])
         tokens = RowTokens.of(self._held(counts.size), counts)
         end = int(tokens.ends.max(initial=0))
         rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
@@ -161,6 +166,7 @@ class KVCache:
         implementation: str | None = None,
         lengths: mx.array | None = None,
         law: str = "linear",
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """Return the causal attention of the last cached tokens over all cached tokens, shaped as ``query``.
 
@@ -184,10 +190,10 @@ class KVCache:
         if self.keys is None:
             raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
         rules = over_keys(lambda array: array[..., : self.offset], mask, segment_ids)
-        rules |= {"window_size": window_size, "law": law, "log_gates": self.log_gates}
+        rules |= {"window_size": window_size, "law": law, "log_gates": self.log_gates, "sinks": sinks}
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
-            offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
+            offsets = self._held(query.shape[0]) - counts_of_rows(mx, lengths, *query.shape[:3:2])
             check_span(self.offset, self.offset - int(offsets.min(initial=self.offset)))
             rules["q_offset"] = mx.array(offsets.astype(np.int32))
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
@@ -362,25 +368,12 @@ class KVCache:
         check_new_tokens(mx, key, value, sizes, self._dtype or getattr(like[0], "dtype", None))
         self._check_offset()
 
-    def _new_gates(self, log_gates: mx.array | None, key: mx.array) -> list[mx.array]:
-        """Return the gates of new tokens as one feature of each, if there are some, having checked that they fit."""
-        if self.keys is not None and (log_gates is None) != (self._gates is None):
-            raise ValueError("log_gates must be given for all tokens of a cache or for none, got them for some")
-        if log_gates is None:
-            return []
-        heads = None if self._gates is None else self._gates.shape[1]
-        shape = tuple(floating_array(mx, "log_gates", log_gates).shape)
-        if len(shape) != 3 or shape != (key.shape[0], heads or shape[1], key.shape[2]):
-            expected = f"({key.shape[0]}, {heads or 'num_heads'}, {key.shape[2]}) (batch, num_heads, length)"
-            raise ValueError(f"log_gates must have shape {expected} to fit the cache, got {shape}")
-        return [log_gates[..., None].astype(mx.float64 if key.dtype == mx.float64 else mx.float32)]
-
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if not 0 <= self.offset <= capacity:
             raise ValueError(f"offset must be at most the cache's capacity, {capacity} tokens, got {self.offset}")
 
-    def _with_room(self, tokens: tuple[mx.array, ...], end: int) -> list[mx.array]:
+    def _with_room(self, tokens: list[mx.array], end: int) -> list[mx.array]:
         """Grow the cache to a capacity of at least ``end`` tokens if needed, and return its stores of these tokens."""
         check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
         if self.keys is None or end > self.keys.shape[-2]:
@@ -389,10 +382,3 @@ class KVCache:
             held = zip(self._stores or tokens, space, strict=True)  # an empty cache takes nothing of the tokens
             self._stores = [mx.concatenate([x[..., : self.offset, :], y], axis=-2) for x, y in held]
         return self._stores
-
-
-def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:
-    """Return the number of new tokens in each row; ``new`` without ``lengths``."""
-    if lengths is None:
-        return np.full(batch_size, new)
-    return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -32,6 +31,7 @@ def attention(
     is_causal: bool = True,
     future_slopes: Tensor | None = None,
     log_gates: Tensor | None = None,
+    sinks: Tensor | None = None,
     q_offset: int | Tensor | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     window_size: int | None = None,
@@ -51,11 +51,11 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ALiBi attention, ``softmax(scale * query @ key.mT - slopes * distance) @ value``, over visible keys.
 
-    Differentiable in ``query``, ``key``, ``value``, ``slopes``, ``future_slopes`` and ``log_gates``; forward mode needs
-    ``"dense"``. Bias and softmax are float32 (float64 for float64 inputs), also under autocast, which casts query, key
-    and value as those of ``scaled_dot_product_attention``. On CPUs, PyTorch's fused kernel (``"sdpa"``, and ``"tiled"``
-    for many queries) rounds weights to the dtype of the values before their product. A query that sees no key gives
-    zeros.
+    Differentiable in ``query``, ``key``, ``value``, ``slopes``, ``future_slopes``, ``log_gates`` and ``sinks``; forward
+    mode needs ``"dense"``. Bias and softmax are float32 (float64 for float64 inputs), also under autocast, which casts
+    query, key and value as those of ``scaled_dot_product_attention``. On CPUs, PyTorch's fused kernel (``"sdpa"``, and
+    ``"tiled"`` for many queries) rounds weights to the dtype of the values before their product. A query that sees no
+    key gives zeros.
 
     Keys are skipped if the norms of queries and keys prove that their weights sum to at most ``tolerance``. The longer
     a sequence is, compared with the heads' horizons, the larger the share of skipped keys.
@@ -65,7 +65,8 @@ def attention(
     - ``query``, ``key``, ``value``: ``[batch, heads, length, head_dim]``, with any number of batch axes, none included;
       ``slopes`` and ``q_offset`` may have them too.
     - ``slopes``: ``[num_heads]`` or ``[batch, num_heads]``; an int stands for that many canonical slopes.
-    - ``log_gates``: ``[batch, num_heads, kv_len]``. ``"tiled"`` and ``"dense"`` take them.
+    - ``log_gates``: ``[batch, num_heads, kv_len]``. ``"tiled"`` and ``"dense"`` take them; these and ``"sdpa"`` take
+      ``sinks``.
     - ``tolerance``: The share of softmax weight that may be skipped; it moves the result by at most ``2 * tolerance *
       max|value|``. Default: the rounding error of the dtype. 0 computes every score.
     - ``max_key_norm``: An upper bound of the norms of all keys, which is trusted: a number, or a ``[batch,
@@ -111,6 +112,7 @@ def attention(
         is_causal=is_causal,
         future_slopes=future_slopes,
         log_gates=log_gates,
+        sinks=sinks,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,
@@ -159,14 +161,7 @@ def checked(
             may_be_negative = arguments.get("allow_negative_slopes", False)
             checks.slopes_values("slopes", slopes, working=call.working_dtype, allow_negative=may_be_negative)
         changed["slopes"] = slopes.to(call.working_dtype)
-    return altered(call, **changed) if changed else call
-
-
-def altered(call: AttentionCall, **changed: Any) -> AttentionCall:
-    """Return the call with other fields; ``dataclasses.replace`` would take a tenth of a decoding step."""
-    other = object.__new__(AttentionCall)
-    vars(other).update(vars(call), **changed)
-    return other
+    return call.having(**changed) if changed else call
 
 
 def is_special(tensor: Any, device: torch.device) -> bool:
@@ -183,7 +178,7 @@ def _of_sizes(device: torch.device, names: tuple[str, ...], *sizes: Any) -> Atte
         tensors = [torch.empty(sizes[i], dtype=sizes[i + 1], device="meta") for i in (0, 2, 4)]
         call = AttentionCall.check(*tensors, **rules, xp=xp)
         slopes = canonical(call.num_heads, xp=xp, dtype=call.working_dtype, device=device)
-        return replace(call, device=device, slopes=slopes)
+        return call.having(device=device, slopes=slopes)
 
 
 def run(

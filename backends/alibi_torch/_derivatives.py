@@ -13,7 +13,7 @@ from torch import Tensor
 from alibi_core.backend import AttentionCall, dense_attention, no_gradient
 from alibi_torch._internals import has_tangent, in_transform
 
-RATES = ("slopes", "future_slopes", "log_gates")
+RATES = ("slopes", "future_slopes", "log_gates", "sinks")
 
 
 def without_gradient(positions: Any) -> Any:

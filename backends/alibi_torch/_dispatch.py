@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alibi_core.backend import AttentionCall
+from alibi_torch._derivatives import RATES
 from alibi_torch._internals import has_tangent, in_transform, is_differentiated
 
 _NOTHING = nullcontext()
@@ -43,7 +44,10 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return "cannot be differentiated by torch.func under a compiler"
     if call.log_gates is not None and name not in ("tiled", "dense"):
         return "takes no log_gates"
-    if name == "tiled" and device not in ("cpu", "meta") and (call.is_linear or call.log_gates is not None):
+    if call.sinks is not None and name in ("flex", "triton"):
+        return "takes no sinks"
+    of_cpu = call.is_linear or call.log_gates is not None or call.sinks is not None
+    if name == "tiled" and device not in ("cpu", "meta") and of_cpu:
         return f"runs on the CPU alone, got {device}"
     if name == "triton":
         return _refusal_of_triton(call, device)
@@ -83,7 +87,7 @@ def _refusal_of_triton(call: AttentionCall, device: str) -> str | None:
 
 def rates_of(call: AttentionCall) -> tuple[Tensor | None, ...]:
     """Return the arrays of a call, besides its tensors, that may be differentiated."""
-    return call.slopes, call.future_slopes, call.log_gates
+    return tuple(getattr(call, name) for name in RATES)
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:

@@ -46,7 +46,7 @@ except (ImportError, AttributeError):
 _IS_BATCH_OF_GRADIENTS = _found("_C._functorch.is_legacy_batchedtensor")
 # Makes compilers skip a function. The private one does not import the compiler, half a second, until the first call.
 skipped_by_compilers: Any = _found("_disable_dynamo") or torch.compiler.disable
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def fused_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def is_recorded(tensor: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if torch.jit.is_tracing() or type(tensor) not in PLAIN:
+    if torch.jit.is_tracing() or type(tensor) not in PLAIN_TENSORS:
         return True
     if _PROXY_MODE is None or _MODE_OF is None or _FAKE is None:
         return has_dispatch_mode()
@@ -169,7 +169,7 @@ def is_watched(*tensors: Tensor) -> bool:
         or torch.jit.is_tracing()
         or has_dispatch_mode()
         or _IS_BATCH_OF_GRADIENTS is None
-        or any(type(x) not in PLAIN or x.is_meta or _IS_BATCH_OF_GRADIENTS(x) for x in tensors)
+        or any(type(x) not in PLAIN_TENSORS or x.is_meta or _IS_BATCH_OF_GRADIENTS(x) for x in tensors)
     )
 
 

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, BiasTerms, axis_of
+from alibi_core.backend import AttentionCall, BiasTerms, axis_of, with_sinks
 from alibi_core.backend.checks import host_values
 from alibi_core.backend.horizon import Tiling, current_tiling, plain_jobs
 from alibi_torch._derivatives import RATES
 from alibi_torch._internals import fused_backward, fused_forward
 
 # Fused kernels take up to 256 queries at a time. The bias of a block has about 4 MiB of float32, to stay in a cache.
-TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, few=16)
+TILING = Tiling(q_block=256, kv_block=256, rows=(16, 256), bias_elements=2**20, step_queries=16)
 NORMS = {"manhattan": 1.0, "euclidean": 2.0, "chebyshev": math.inf}  # as exponents
 
 
@@ -35,6 +35,9 @@ def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, terms: 
         # Only the CPU kernels accept a float32 bias with low-precision tensors; other devices would round the bias.
         query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
     grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
+    if call.sinks is not None:  # a key of zeros, whose bias is the sink
+        bias = with_sinks(call.xp, bias, call.sinks[..., None])
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
     # The fused CPU kernel requires the mask to have as many axes as the query.
     bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
@@ -145,7 +148,7 @@ def backward(
     """
     dtype, num_kv_heads, grad, result = call.dtype, call.num_kv_heads, grad.contiguous(), result.contiguous()
     call, query, key, value = _ungrouped(*_in_working_dtype(call, query, key, value))
-    rates = [name for name in RATES if getattr(call, name) is not None]
+    rates = [name for name in RATES[:2] if getattr(call, name) is not None]
     by_query, by_rates = torch.empty_like(query), [torch.zeros_like(getattr(call, name)) for name in rates]
     by_key, by_value = torch.zeros_like(key), torch.zeros_like(value)
     if query.device.type == "cpu" and not by_slopes:

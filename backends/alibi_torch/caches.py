@@ -14,21 +14,22 @@ from alibi_core.backend.caches import (
     cache_summary,
     check_indices,
     check_lengths,
+    check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
+    counts_of_rows,
     over_keys,
 )
 from alibi_core.backend.checks import (
     explains_keywords,
-    floating_array,
     floating_dtype,
     non_negative_int,
     one_of,
     positive_int,
 )
 from alibi_core.backend.horizon import KeyNorms
-from alibi_torch._attention import PLAIN, altered, checked, is_special, run
+from alibi_torch._attention import PLAIN, checked, is_special, run
 from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, unit_strided, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted, has_tangent, needs_gradients
 from alibi_torch._internals import in_transform, is_watched, skipped_by_compilers, version
@@ -150,7 +151,13 @@ class KVCache:
         key, value = self._cast(key), self._cast(value)
         _check_appended(key, value, self.keys)
         new = key.shape[2]
-        self._hold_gates(log_gates, new)
+        gates = None if self.length == 0 else self.log_gates
+        held_heads = None if gates is None else gates.shape[1]
+        check_new_gates(xp, log_gates, (*key.shape[:2], new), held_heads, is_empty=self.length == 0)
+        if log_gates is not None and gates is None:
+            shape = *log_gates.shape[:2], self.max_length
+            gates = log_gates.new_zeros(shape, dtype=self._norms_by_block.dtype)
+        self.log_gates = gates
         if lengths is not None or self.lengths is not None:
             self._append_by_row(key, value, lengths, log_gates)
         else:
@@ -162,27 +169,6 @@ class KVCache:
             self.length += new
         return self._held_tensors()
 
-    def _hold_gates(self, log_gates: Tensor | None, new: int) -> None:
-        """Check the gates of new tokens, and make room for them if they are the first."""
-        if self.length == 0:
-            self.log_gates = None
-        if log_gates is None is self.log_gates:
-            return
-        if log_gates is None or (self.log_gates is None and self.length > 0):
-            raise ValueError("log_gates must be given for all tokens of a cache, or for none, got both kinds of tokens")
-        batch_size, num_kv_heads, max_length, _ = self.keys.shape
-        given = tuple(floating_array(xp, "log_gates", log_gates).shape)
-        heads = given[1] if self.log_gates is None and len(given) == 3 else num_kv_heads
-        heads = heads if self.log_gates is None else self.log_gates.shape[1]
-        if given != (batch_size, heads, new) or heads % num_kv_heads:
-            raise ValueError(
-                f"log_gates must have shape ({batch_size}, num_heads, {new}), with a multiple of {num_kv_heads} heads, "
-                f"got {given}"
-            )
-        if self.log_gates is None:
-            dtype = self._norms_by_block.dtype
-            self.log_gates = log_gates.new_zeros((batch_size, heads, max_length), dtype=dtype)
-
     def _cast(self, tensor: Any) -> Any:
         """Return a tensor in the dtype of a cache that has autocast's, as autocast casts it for attention."""
         own = self.keys
@@ -192,12 +178,6 @@ class KVCache:
     def _held_tensors(self) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all cached tokens."""
         return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
-
-    def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
-        """Return the number of new tokens in each row, ``[batch_size]``; ``new`` without ``lengths``."""
-        if lengths is None:
-            return np.full(self.keys.shape[0], new)
-        return check_lengths(xp, "lengths", lengths, self.keys.shape[0], new).cpu().numpy().astype(np.int64)
 
     def _held(self) -> np.ndarray[Any, Any]:
         """Return the number of cached tokens in each row, ``[batch_size]``."""
@@ -210,13 +190,13 @@ class KVCache:
     @_on_host
     def _offsets(self, lengths: Tensor | None, new: int) -> Tensor:
         """Return the position of the first of the last ``new`` tokens in each row, ``[batch_size]``."""
-        offsets = self._held() - self._counts(lengths, new)
+        offsets = self._held() - counts_of_rows(xp, lengths, self.keys.shape[0], new)
         check_span(self.length, self.length - int(offsets.min()))
         return torch.from_numpy(offsets).to(self.keys.device)
 
     @_on_host
     def _append_by_row(self, key: Tensor, value: Tensor, lengths: Tensor | None, log_gates: Tensor | None) -> None:
-        counts = self._counts(lengths, key.shape[2])
+        counts = counts_of_rows(xp, lengths, self.keys.shape[0], key.shape[2])
         tokens = RowTokens.of(self._held(), counts)
         end = int(tokens.ends.max())
         check_room(end - self.length, self.max_length, self.length)
@@ -251,6 +231,7 @@ class KVCache:
         implementation: str | None = None,
         lengths: Tensor | None = None,
         law: str = "linear",
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the causal attention of the last cached tokens over all cached tokens.
 
@@ -275,14 +256,14 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         arguments = None
-        is_plain = mask is segment_ids is lengths is self.lengths is self.log_gates is None
+        is_plain = mask is segment_ids is sinks is lengths is self.lengths is self.log_gates is None
         if is_plain and implementation in (None, "tiled"):
             arguments = self._arguments(query, slopes, window_size, scale, tolerance, law)
             step = self._next_step
             if step is not None and step.arguments == arguments and 0 < self.length <= step.biases.shape[-1]:
                 return self._attend_next(step, query)
         given = over_keys(lambda array: array[..., : self.length], mask, segment_ids)
-        given |= {"window_size": window_size, "scale": scale}
+        given |= {"window_size": window_size, "scale": scale, "sinks": sinks}
         given |= {"tolerance": tolerance, "law": None if law == "linear" else law}
         given["log_gates"] = None if self.log_gates is None else self.log_gates.narrow(2, 0, self.length)
         rules: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
@@ -321,7 +302,7 @@ class KVCache:
 
     def _attend_next(self, step: NextStep, query: Tensor) -> Tensor:
         """Return the result of a step whose arguments have been checked."""
-        call = altered(step.call, kv_len=self.length, q_offset=self.length - 1)
+        call = step.call.having(kv_len=self.length, q_offset=self.length - 1)
         norms = self._norms(NEAR) if uses_norms(call) else None
         tensors = unit_strided(query, *self._held_tensors())
         result, _ = attend_last_query(call, *tensors, norms, step.biases)
@@ -350,8 +331,9 @@ class KVCache:
         kept = np.minimum(held, most)
         forgotten = RowTokens.of(kept, held - kept)
         rows, slots = (torch.from_numpy(x).to(self.keys.device) for x in (forgotten.rows, forgotten.slots))
-        for tensor in (self.keys, self.values):
-            tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
+        for tensor in (self.keys, self.values, self.log_gates):
+            if tensor is not None:
+                tensor[rows, :, slots] = 0.0  # 0 * NaN is NaN, as in _append_by_row
         self._hold(kept)
 
     def select_batch(self, indices: Tensor) -> None:

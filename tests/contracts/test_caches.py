@@ -135,15 +135,19 @@ class Machine(RuleBasedStateMachine):
         is_planned=st.booleans(),
         may_be_ragged=st.booleans(),
         has_gates=st.booleans(),
+        has_sinks=st.booleans(),
         seed=st.integers(0, 2**16),
     )
     def begin(
-        self, dtype: str, slopes: tuple[float, ...], is_planned: bool, may_be_ragged: bool, has_gates: bool, seed: int
+        self, dtype: str, slopes: tuple[float, ...], is_planned: bool, may_be_ragged: bool, seed: int, **has: bool
     ) -> None:
         self.dtype, self.may_be_ragged, self.random = dtype, may_be_ragged, np.random.default_rng(seed)
         self.use_slopes(np.float32(slopes))
         self.short = 1 if is_planned else 1024  # from this many keys on, norms decide which keys matter
-        self.has_gates = has_gates
+        self.has_gates = has_gates = has["has_gates"]
+        sinks = self.random.choice(np.float32([-1, 0.5, 4]), HEADS)
+        self.sinks = sinks if has["has_sinks"] else np.full_like(sinks, -np.inf)  # no sinks
+        self.options = {"sinks": sinks} if has["has_sinks"] else {}
         self.cache = keeping(self.name, (BATCH, KV_HEADS, 400, HEAD_DIM), dtype, has_gates)
         self.rows = [np.zeros((2, KV_HEADS, 0, HEAD_DIM))] * BATCH  # keys and values
         self.gates = [np.zeros((HEADS, 0))] * BATCH  # zeros without gates
@@ -177,7 +181,7 @@ class Machine(RuleBasedStateMachine):
         query, key, value = self.normal(HEADS, new), self.normal(KV_HEADS, new, sizes), self.normal(KV_HEADS, new)
         counts = self.random.integers(0, new + 1, batch) if is_ragged else np.full(batch, new)
         options["law"] = "linear" if self.has_gates else options["law"]
-        rules: dict[str, Any] = dict(options)
+        rules: dict[str, Any] = options | self.options
         visible = np.ones((batch, new, longest + new), bool)
         if len(set(self.held)) == 1 and not is_ragged:
             columns = int(self.random.integers(longest + new, 401))  # both may go on over unused slots
@@ -229,6 +233,10 @@ class Machine(RuleBasedStateMachine):
         penalty = distance if law == "linear" else np.log1p(np.maximum(distance, 0))
         bias = np.where(seen, forgotten - slopes[:, None, None] * penalty, -np.inf)
         share = UNIT_ROUNDOFF[self.dtype] if tolerance is None else tolerance
+        # A sink is a key of zeros without a value.
+        sinks = np.broadcast_to(self.sinks[:, None, None], (HEADS, count, 1))
+        key, value = (np.pad(x, ((0, 0), (0, 1), (0, 0))) for x in (key, value))
+        bias = np.concatenate([bias, np.where(seen.any(-1, keepdims=True), sinks, -np.inf)], axis=-1)
         arrays = (x[None] for x in (query, key, value, bias))
         scale = HEAD_DIM**-0.5 if scale is None else scale
         return Attention(*arrays, scale=scale, dtype=self.dtype, share=share).output
@@ -424,6 +432,34 @@ def test_an_empty_cache_is_not_attended_to(name: str) -> None:
         cache.append(*zeros(1))
         cache.attend(queries(1))
         cache.truncate(0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_tokens_of_a_cache_have_gates_or_none_has(name: str) -> None:
+    cache, gated = keeping(name, SMALL), keeping(name, SMALL, has_gates=True)
+    of_heads = {heads: np.zeros((BATCH, heads, 2), np.float32) for heads in (KV_HEADS, HEADS - 1, HEADS)}
+    with pytest.raises(ValueError, match=f"^log_gates must have shape .* a multiple of {KV_HEADS} heads"):
+        cache.append(*zeros(2), gates=of_heads[HEADS - 1])
+    cache.append(*zeros(2))
+    gated.append(*zeros(2), gates=of_heads[HEADS])
+    for one, gates in ((cache, of_heads[HEADS]), (gated, None)):
+        with pytest.raises(ValueError, match="^log_gates must be given for all tokens of a cache or for none"):
+            one.append(*zeros(2), gates=gates)
+    for gates in (of_heads[KV_HEADS], of_heads[HEADS][:, :, :1]):
+        with pytest.raises(ValueError, match="^log_gates must have shape .* to fit the cache, got"):
+            gated.append(*zeros(2), gates=gates)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lengths", [None, ints(2, 3)])
+def test_gates_that_are_taken_back_count_for_nobody(name: str, lengths: Any) -> None:
+    cache, tokens, query = keeping(name, SMALL, has_gates=True), normal(BATCH, KV_HEADS, 3, HEAD_DIM), queries(1)
+    gates = np.full((BATCH, HEADS, 3), -0.5, np.float32)
+    cache.append(tokens, tokens, lengths, gates)
+    expected = cache.attend(query)
+    cache.append(tokens, tokens, gates=gates * np.nan)
+    cache.truncate(3 if lengths is None else cache.framework.array(lengths))
+    assert np.array_equal(cache.attend(query), expected)
 
 
 ROWS = np.zeros((BATCH, 2, 2, HEAD_DIM), np.float32)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.capabilities import CORE, LIBRARIES, OF_BACKENDS, modes
+from alibi_core.capabilities import LIBRARIES, Library
 from tests.support.frameworks import JAX, NUMPY, OF_CAPABILITIES, STRICT, Backend, Framework
 from tests.support.frameworks import LIBRARIES as BACKENDS
 
@@ -63,9 +63,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...], dict[str, Any
         {"is_causal": False, "future_slopes": FUTURE, "window_size": 2},
     ),
     "attention by mask": (alibi_core.attention, (QUERY, KEY, VALUE), {"mask": MASK, "return_weights": True}),
-    "attention with gates": (
-        lambda *tensors: alibi_core.attention(*tensors[:3], log_gates=tensors[3]),
-        (QUERY, KEY, VALUE, np.stack([GATES, GATES[:, ::-1]])),
+    "attention with gates and sinks": (
+        lambda *tensors: alibi_core.attention(*tensors[:3], log_gates=tensors[3], sinks=tensors[4]),
+        (QUERY, KEY, VALUE, np.stack([GATES, GATES[:, ::-1]]), SLOPES),
         {},
     ),
     "attention by segment": (alibi_core.attention, (KEY, KEY, VALUE), {"segment_ids": IDS}),
@@ -78,11 +78,18 @@ ROUNDED = ("bias by a law", "bias_from_positions of points")  # within one unit
 QUICK = ("bias both ways", "bias far from its keys", "bias_from_positions by segment", "attention at offsets")
 
 
+def ways(library: Library) -> dict[str, str]:
+    """Return the ways to call a function, and each as the support page writes it."""
+    offered = {"eager": "eager", "compiled": library.compiler and f"`{library.compiler}`"}
+    offered["mapped"] = library.vmap and f"`{library.vmap}`"
+    return {mode: words for mode, words in offered.items() if words}
+
+
 def cells() -> Iterator[Any]:
     """Yield each function with each library and way to call it. Where each compiles, all but QUICK are slow."""
     for item in OF_CAPABILITIES:
         framework = item.values[0]
-        for mode, name in itertools.product(LIBRARIES[framework.module].modes, CALLS):
+        for mode, name in itertools.product(ways(LIBRARIES[framework.module]), CALLS):
             is_quick = name in QUICK or (mode != "compiled" and framework is not JAX)
             marks = [*item.marks, *([] if is_quick else [pytest.mark.slow])]
             yield pytest.param(name, framework, mode, id=f"{name}-{framework}-{mode}", marks=marks)
@@ -114,7 +121,6 @@ def assert_same(name: str, found: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("name", "framework", "mode"), [*cells()])
 def test_a_function_gives_the_numbers_of_numpy(name: str, framework: Framework, mode: str) -> None:
-    assert mode in modes(name.partition(" ")[0], framework.module)
     sets = [CALLS[name][1]]
     if mode == "mapped":
         sets.append(tuple(np.roll(x, 1, -1) if isinstance(x, np.ndarray) else x for x in sets[0]))
@@ -185,7 +191,6 @@ def test_arrays_that_cannot_be_written_to_will_do(name: str) -> None:
 def test_explain_reads_arrays_by_itself_alone(backend: Backend, mode: str) -> None:
     """PyTorch's compiler reads values where it breaks its graph: there it is the compiler that refuses."""
     framework = backend.framework
-    assert modes("explain", framework.module) == ("eager",)
     explain, x = importlib.import_module(backend.module).explain, framework.array(QUERY[None])
     call = {"eager": lambda f: f, "compiled": framework.compiled, "mapped": framework.mapped}[mode]
     explained = call(lambda x: framework.array(explain(x, x, x).horizons))
@@ -198,13 +203,15 @@ def test_explain_reads_arrays_by_itself_alone(backend: Backend, mode: str) -> No
 
 def table() -> str:
     """Return the support page's table of functions and libraries."""
-    functions = {", ".join(f"`{x}`" for x in CORE): CORE[0], OF_BACKENDS[0]: OF_BACKENDS[0], "`explain`": "explain"}
-    lines = ["| | dtypes by default | " + " | ".join(functions) + " |", "|---" * (2 + len(functions)) + "|"]
-    for name, library in LIBRARIES.items():
-        ways = {"eager": "eager", "compiled": f"`{library.compiler}`", "mapped": f"`{library.vmap}`"}
-        cells = [", ".join(ways[x] for x in modes(function, name)) or "no" for function in functions.values()]
-        lines.append(f"| {library.title} | {', '.join(library.dtypes)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    core = dict.fromkeys(name.partition(" ")[0] for name in CALLS)
+    titles = "", "dtypes by default", ", ".join(f"`{x}`" for x in core), "attention of a backend", "`explain`"
+    rows = [titles, ("---",) * len(titles)]
+    for library in LIBRARIES.values():
+        offered = list(ways(library).values())
+        of_backend = offered if library.compiler else []
+        cells = [", ".join(x) or "no" for x in (library.dtypes, offered, of_backend, of_backend[:1])]
+        rows.append((library.title, *cells))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def test_the_page_shows_the_table() -> None:

@@ -26,6 +26,7 @@ CONFIGURATIONS = {
     "learnable": {"learnable_slopes": True, "num_kv_heads": 1, "bias": True},
     "dense": {"implementation": "dense"},
     "forget gate": {"forget_gate": True, "num_kv_heads": 2},
+    "sinks": {"sinks": True, "num_kv_heads": 2},
 }
 
 
@@ -44,6 +45,8 @@ def weights(arguments: dict[str, Any]) -> dict[str, np.ndarray]:
         result["log_slopes"] = np.log(rng.uniform(0.1, 1.0, heads))
     if arguments.get("forget_gate"):
         result |= {"forget_proj.weight": rng.normal(0, 0.1, (heads, embed_dim)), "forget_proj.bias": np.arange(heads)}
+    if arguments.get("sinks"):
+        result["sinks"] = np.arange(-1.0, 2.0, 0.5)
     return {name: value.astype(np.float32) for name, value in result.items()}
 
 
@@ -70,6 +73,10 @@ def exact(
     if "forget_proj.bias" in parameters:  # in place of slopes, differences of running sums
         sums = np.cumsum(-np.logaddexp(0, -project("forget_proj", x.astype(np.float64))), axis=1).swapaxes(1, 2)
         bias = np.where(bias > -np.inf, sums[..., :, None] - sums[..., None, :], -np.inf)
+    if "sinks" in parameters:  # a key of zeros without a value
+        sinks = np.broadcast_to(parameters["sinks"][:, None, None], (*query.shape[:3], 1))
+        bias = np.concatenate([np.broadcast_to(bias, (*query.shape[:3], key.shape[2])), sinks], axis=-1)
+        key, value = (np.pad(y, ((0, 0), (0, 0), (0, 1), (0, 0))) for y in (key, value))
     attention = Attention(query, key, value, bias, head_dim**-0.5, "float32").output
     output = project("out_proj", attention.value.swapaxes(1, 2).reshape(*x.shape[:2], -1))
     # Each term of a projection is rounded by a relative 2**-24, and so are query, key and value; scores with them.
@@ -93,7 +100,7 @@ def layer_with_weights(name: str, arguments: dict[str, Any], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "configuration"), few_in_jax(NAMES, CONFIGURATIONS, "grouped", "learnable", "forget gate")
+    ("name", "configuration"), few_in_jax(NAMES, CONFIGURATIONS, "grouped", "learnable", "forget gate", "sinks")
 )
 def test_layer_is_projections_around_attention(name: str, configuration: str, x: np.ndarray, tmp_path: Path) -> None:
     arguments = CONFIGURATIONS[configuration]

@@ -139,7 +139,7 @@ def shapes_of(q_len: int, kv_len: int, **others: tuple[int, ...]) -> dict[str, t
 
 
 WHOLE = Tiling(short=1024)
-TILINGS = (Tiling(), WHOLE, Tiling(rows=(2, 16), few=3, blocks=512))
+TILINGS = (Tiling(), WHOLE, Tiling(rows=(2, 16), step_queries=3, blocks=512))
 BOTH_WAYS, WINDOW = {"is_causal": False}, {"is_causal": False, "window_size": 6}
 
 

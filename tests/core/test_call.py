@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall, join_call, split_call
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, split_call
 from alibi_core.backend.horizon import entry_of
 
 IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
@@ -20,7 +20,7 @@ def call_of(**rules: Any) -> AttentionCall:
 def test_queries_with_the_ids_of_keys_see_their_own_key_in_every_form_of_the_call() -> None:
     call = call_of(segment_ids=IDS)
     whole = {"batch": slice(0, 2), "heads": slice(0, 3), "keys": slice(2, 7)}
-    forms = [call, call.with_one_batch_axis(), entry_of(call, 1), join_call(*split_call(call))]
+    forms = [call, call.with_one_batch_axis(), entry_of(call, 1), split_call(call)[0].having(**split_call(call)[1])]
     for form in (*forms, call.map_arrays(lambda x, _: x.copy()), call.tile(queries=slice(2, 5), **whole)):
         assert form.sees_own_key
         assert form.every_query_attends
@@ -67,7 +67,7 @@ def test_a_call_without_its_arrays_is_hashable() -> None:
     assert sorted(arrays) == ["added_bias", "kv_segment_ids", "mask", "q_segment_ids", "slopes"]
     assert hash(one) == hash(other)
     assert one == other
-    assert join_call(one, arrays).slopes is arrays["slopes"]
+    assert one.having(**arrays).slopes is arrays["slopes"]
 
 
 @pytest.mark.parametrize("rules", [{}, {"positions": np.arange(7.0)}], ids=["indices", "positions"])
@@ -91,9 +91,12 @@ GATES = np.full((2, 3, 5), -1.0, np.float32)
         ({"log_gates": GATES, "is_causal": False}, "log_gates must be None with is_causal=False"),
         ({"log_gates": GATES, "positions": np.arange(5)}, "log_gates must be None with positions"),
         ({"log_gates": GATES, "law": "log"}, "log_gates must be None with law 'log'"),
+        ({"sinks": GATES[..., 0]}, r"sinks must have shape \(3,\) \(num_heads\), got \(2, 3\)"),
+        ({"sinks": np.asarray([0, np.inf, 0])}, "sinks must be numbers below inf"),
+        ({"sinks": np.asarray([0, -np.inf, np.nan])}, "sinks must be numbers below inf"),
     ],
 )
-def test_gates_are_those_of_causal_attention_along_the_row(arguments: dict[str, Any], message: str) -> None:
+def test_gates_and_sinks_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:
     query, key = np.zeros((2, 3, 5, 4), np.float32), np.zeros((2, 1, 5, 4), np.float32)
     with pytest.raises(ValueError, match=message):
         AttentionCall.check(query, key, key, **arguments)

@@ -477,7 +477,7 @@ def test_plan_reads_no_value() -> None:
 )
 def test_whole_plans_need_no_more_than_the_array_standard(arguments: dict[str, Any]) -> None:
     query, key = (np.random.default_rng(n).standard_normal((2, n, 70, 8)).astype(np.float32) for n in (4, 2))
-    tensors, tiling = (query, key, np.float32([0.01, 0.3, 3, 1])), Tiling(16, 16, rows=(4, 16), worthwhile=0.0)
+    tensors, tiling = (query, key, np.float32([0.01, 0.3, 3, 1])), Tiling(16, 16, rows=(4, 16), least_decay=0.0)
     plans = []
     for framework in (NUMPY, STRICT):
         query, key, slopes = framework.placed(tensors)

@@ -63,5 +63,5 @@ def test_lower_bounds_shorten_horizons() -> None:
 def test_lower_bounds_say_nothing_before_the_first_block_of_keys(part_elements: int | None) -> None:
     query, key = np.ones((1, 1, 10, 4)), np.ones((1, 1, 150, 4))
     call = AttentionCall.check(query, key, key, np.asarray([0.03]), q_offset=0, xp=xp)
-    tiling = HorizonTiling(16, 16, worthwhile=0.0, part_elements=part_elements)
+    tiling = HorizonTiling(16, 16, least_decay=0.0, part_elements=part_elements)
     assert lower_bounds(call, query, key, None, tiling) is None

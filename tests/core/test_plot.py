@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.backend import Explanation
-from alibi_core.backend.horizon import KeySpans
+from alibi_core.backend import Explanation, KeySpans
 
 pytest.importorskip("matplotlib")
 from alibi_core import plot

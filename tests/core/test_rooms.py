@@ -52,6 +52,8 @@ def imports(module: str) -> tuple[str, ...]:
                 found.append(name if name in MODULES and alias.name not in names_at(node.module) else node.module)
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name in MODULES]
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node):
+            found += [name for name in MODULES if f"'{name}'" in ast.unparse(node)]
     return tuple(found)
 
 
@@ -76,6 +78,11 @@ def test_backends_import_of_the_core_what_is_meant_for_them() -> None:
         assert package_of(target) in (package_of(module), "alibi_core"), f"{module} imports {target}, another backend's"
         if package_of(target) == "alibi_core":
             assert FOR_BACKENDS.fullmatch(target), f"{module} imports {target}: the contract is alibi_core.backend"
+
+
+def test_the_core_imports_a_backend_in_one_command_alone() -> None:
+    found = {(x, y) for x in MODULES if package_of(x) == "alibi_core" for y in imports(x) if package_of(y) in BACKENDS}
+    assert found == {("alibi_core._cli.tables", "alibi_torch")}  # alibi-core explain DIR --tokens FILE
 
 
 def test_nothing_but_tests_imports_tests() -> None:

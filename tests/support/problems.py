@@ -17,7 +17,8 @@ from tests.support.tiles import Tiling
 TENSORS = ("query", "key", "value")
 SIGNED = ("int8", "int16", "int32", "int64")
 INTEGERS = (*SIGNED, *(f"u{x}" for x in SIGNED))
-AS_SLOPES = ("slopes", "future_slopes", "log_gates")  # arrays of the working dtype
+BY_KEY = ("key", "value", "log_gates")
+AS_SLOPES = ("slopes", "future_slopes", "log_gates", "sinks")  # arrays of the working dtype
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,6 +34,7 @@ class Problem:
     slopes: str = "shared"  # "per entry"; "default"; "one negative"
     future: str | None = None  # as slopes, or "zero": slopes of keys after the query
     gates: str | None = None  # a name in GATES
+    sinks: str | None = None  # a name in SINKS
     is_causal: bool = True
     q_offset: int | str | None = None  # "array"; "per entry"; "far per entry"
     window_size: int | None = None
@@ -86,6 +88,8 @@ class Problem:
         if self.gates is not None:
             gates = GATES[self.gates](rng, (*self.batch, self.num_heads, kv_len))
             found["log_gates"] = np.where(gates < 0, gates, 0).astype(np.float32).astype(np.float64)
+        if self.sinks is not None:
+            found["sinks"] = SINKS[self.sinks](rng, self.num_heads).astype(np.float32).astype(np.float64)
         return found
 
     @functools.cached_property
@@ -220,6 +224,12 @@ GATES: dict[str, Callable[..., Any]] = {
     "closed sometimes": lambda rng, shape: np.where(rng.random(shape) < 0.1, -np.inf, -0.3 * rng.random(shape)),
 }
 
+# Sinks; -inf is none.
+SINKS: dict[str, Callable[..., Any]] = {
+    "usual": lambda rng, heads: rng.standard_normal(heads),
+    "wide": lambda rng, heads: rng.choice([-np.inf, -1e6, -50.0, -5.0, 3.0, 20.0, 1e4], heads),
+}
+
 
 # --- The exact answer -------------------------------------------------------------------------------------------------
 
@@ -233,6 +243,13 @@ def canonical_slopes(heads: int) -> list[float]:
     power = 2 ** int(math.log2(heads))
     own = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
     return own + [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+
+
+def of_keys(x: Any, at_keys: Any, others: int) -> Any:
+    """Return numbers of keys along the last axis at the places of keys, and 0 at other ones."""
+    found = np.zeros((*x.shape[:-1], x.shape[-1] + others))
+    found[..., at_keys] = x
+    return found
 
 
 def exact(p: Problem) -> dict[str, Answer]:
@@ -300,7 +317,8 @@ def exact(p: Problem) -> dict[str, Answer]:
             )
         )
         forgotten, visible = np.where(visible, sums, 0), visible & (closed == 0)
-    beyond = penalty if p.gates is None else penalty - origin  # far from all keys, sums of gates would lose digits
+    # Far from all keys, sums of gates would lose digits.
+    beyond = penalty if p.gates is None or p.sinks else penalty - origin
     added = of_entries(given.get("added_bias", 0.0), *p.scores[-3:])
     visible &= np.isfinite(added)
 
@@ -311,28 +329,46 @@ def exact(p: Problem) -> dict[str, Answer]:
     highest = np.where(highest > -np.inf, highest, 0)
     bias = np.where(visible, full - highest, -np.inf).astype(np.float64)
     # Distances between tokens are whole, and those of a row count from the nearest; others are rounded at their size.
-    is_whole = p.law == "linear" and p.points in (None, "integers", "one for both", "far")
+    # With a sink, they count from the query.
+    is_whole = p.law == "linear" and p.sinks is None and p.points in (None, "integers", "one for both", "far")
     largest = None if is_whole else abs(full).max(-1, keepdims=True, initial=0).astype(np.float64)
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
-    arrays = [tensors[name] for name in TENSORS]
+    arrays, at_keys = [tensors[name] for name in TENSORS], np.arange(kv_len)
+    if p.sinks is not None:
+        # A sink is a key of zeros without a value. With gates there is one behind each key, for the query there: score
+        # gradients of rows before a gate then sum to 0, as the oracle has it.
+        slots = kv_len if p.gates and kv_len else 1
+        at_keys = np.arange(kv_len) * (2 if p.gates else 1)
+        at_sinks = np.setdiff1d(np.arange(kv_len + slots), at_keys)
+        own = np.clip(places, 0, max(kv_len - 1, 0)) if p.gates else 0
+        sees = visible.any(-1, keepdims=True) & (np.arange(slots) == own)
+        bias = of_keys(np.where(visible, full, -np.inf).astype(np.float64), at_keys, slots)
+        bias[..., at_sinks] = np.where(sees, p.arrays["sinks"][:, None, None], -np.inf)
+        arrays[1:] = (of_keys(x.swapaxes(-1, -2), at_keys, slots).swapaxes(-1, -2) for x in arrays[1:])
     is_approximate = p.points is None and p.law == "linear" and not (p.adds_bias or p.returns_weights)
     share = (UNIT_ROUNDOFF[p.dtype] if p.tolerance is None else p.tolerance) if is_approximate else 0.0
     problem = Attention(*arrays, bias=bias, scale=scale, dtype=p.dtype, largest_bias=largest, share=share)
     found = {"result": problem.output}
     if p.returns_weights:
-        identity = np.broadcast_to(np.eye(kv_len), (entries, p.heads[0], kv_len, kv_len))
+        identity = np.zeros((entries, p.heads[0], bias.shape[-1], kv_len))
+        identity[..., at_keys, np.arange(kv_len)] = 1
         found["weights"] = dataclasses.replace(problem, value=identity).output
     # The derivatives of the bias by slopes of either side. Distances count from the row's end that is nearest.
     sides = {"slopes": visible & ((p.future is None) | (ahead <= 0)), "future_slopes": visible & (ahead > 0)}
     for name in ("slopes", "future_slopes") if p.future is not None else ("slopes",):
         along = np.where(sides[name], penalty - (origin if is_whole and p.points is None else 0), 0).astype(np.float64)
-        gradients = problem.gradients(tensors["cotangent"], along)
+        gradients = problem.gradients(tensors["cotangent"], of_keys(along, at_keys, bias.shape[-1] - kv_len))
         by_slopes = gradients.pop("slopes")
         is_shared = name in p.arrays and p.arrays[name].ndim == 1 and len(p.batch) > 0
         found |= gradients | {name: summed_over_batch(by_slopes) if is_shared else by_slopes}
 
-    if "log_gates" in found:
-        found["log_gates"] = Answer(found["log_gates"].value * is_token, found["log_gates"].budget)
+    if p.sinks is not None:
+        is_sink = np.isin(np.arange(bias.shape[-1]), at_sinks).astype(np.float64)
+        by_sinks = problem.gradients(tensors["cotangent"], is_sink)["slopes"]
+        by_sinks = Answer(-by_sinks.value, by_sinks.budget)  # of minus the score
+        found |= {x: Answer(found[x].value[:, :, at_keys], found[x].budget[:, :, at_keys]) for x in BY_KEY}
+        found["sinks"] = summed_over_batch(by_sinks) if p.batch else by_sinks
+    found["log_gates"] = Answer(found["log_gates"].value * is_token, found["log_gates"].budget)
 
     def as_given(name: str, x: Any) -> Any:
         return x.reshape(p.arrays[name].shape if name in AS_SLOPES else (*p.batch, *x.shape[-3:]))

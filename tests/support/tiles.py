@@ -31,7 +31,7 @@ class Tiling:
     """The sizes that decide how a call is cut up, in place of those by default."""
 
     rows: tuple[int, int] = (2, 4)
-    few: int = 1
+    step_queries: int = 1
     blocks: int = 3
     bias_elements: int = 2**20
     plan_elements: int = 2**20
@@ -43,7 +43,7 @@ class Tiling:
     def sizes(self) -> horizon.Tiling:
         given = vars(self).copy()
         given |= {"most_blocks": given.pop("blocks"), "part_elements": given.pop("plan_elements")}
-        return horizon.Tiling(q_block=self.rows[1], kv_block=1, worthwhile=0, norm_bounds=norm_bounds, **given)
+        return horizon.Tiling(q_block=self.rows[1], kv_block=1, least_decay=0, norm_bounds=norm_bounds, **given)
 
     def applied(self) -> contextlib.AbstractContextManager[None]:
         return horizon.tiled_as(self.sizes)
@@ -51,14 +51,14 @@ class Tiling:
 
 def planned_from(keys: int) -> contextlib.AbstractContextManager[None]:
     """Have PyTorch measure, and leave out what norms prove not to matter, from so many keys on."""
-    sizes = {"rows": (64, 256), "few": 16, "bias_elements": 2**22, "call_scores": 15_000, "short": keys}
-    return horizon.tiled_as(horizon.Tiling(256, 128, worthwhile=20, norm_bounds=norm_bounds, **sizes))
+    sizes = {"rows": (64, 256), "step_queries": 16, "bias_elements": 2**22, "call_scores": 15_000, "short": keys}
+    return horizon.tiled_as(horizon.Tiling(256, 128, least_decay=20, norm_bounds=norm_bounds, **sizes))
 
 
 TILINGS = st.builds(
     Tiling,
     rows=st.sampled_from([(1, 1), (1, 4), (2, 4), (4, 4), (2, 16)]),
-    few=st.sampled_from([1, 1, 3]),
+    step_queries=st.sampled_from([1, 1, 3]),
     blocks=st.sampled_from([1, 3, 512]),
     bias_elements=st.sampled_from([1, 24, 100, 2**20]),
     plan_elements=st.sampled_from([1, 40, 2**20]),

@@ -547,6 +547,9 @@ def test_only_attention_layers_are_divided_by_head() -> None:
         message = f"must be an alibi_torch.AlibiAttention itself, of no derived class, got {type(module).__name__}"
         with pytest.raises(TypeError, match=message):
             parallelize_module(module, mesh, parallel.TensorParallelAttention())
+    for whole in ("forget_gate", "sinks"):
+        with pytest.raises(ValueError, match="module must have neither a forget gate nor sinks"):
+            parallelize_module(AlibiAttention(8, 2, **{whole: True}), mesh, parallel.TensorParallelAttention())
     with pytest.raises(ValueError, match="module must have an alibi_torch.AlibiAttention in it"):
         parallel.tensor_parallel_plan(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="device_mesh must have one dimension"):

@@ -63,6 +63,8 @@ def refusal(
         return "takes no log_gates"
     if not call.is_linear:
         return "takes no positions and the linear law alone"
+    if name == "cudnn" and call.sinks is not None:
+        return "takes no sinks"
     if name == "cudnn":
         return _refusal_of_cudnn(call, target, is_plain)
     if target is None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from alibi_jax import _cudnn, _tiled, _tpu
-from alibi_jax._call import Operands, moving_arrays
+from alibi_jax._call import Operands, OtherKeys, moving_arrays
 from alibi_jax._compatible import Target, is_zero, new_primitive, shaped_as, varying_alike
 from alibi_jax._dispatch.choice import Implementation, choose, name_of, refusal
 from alibi_jax._dispatch.derivatives import dense
@@ -32,7 +32,13 @@ def forward(
     sees no key. Their base depends on the implementation, so only its own backward pass can use them; with
     ``other_keys`` they are natural logarithms. ``call_too`` says whether the backward pass computes gradients of
     slopes.
+
+    The primitive does not know sinks: a row with one has its keys as a part of all. Sinks are a factor of its result.
+    With them, the result always has the working dtype, and the log-sum-exps include them.
     """
+    if (sinks := operands.call.sinks) is not None:  # [batch or 1, num_heads, 1]
+        result, sums = forward(implementation, _without_sinks(operands), True, call_too)
+        return result * jax.nn.sigmoid(sums - sinks)[..., None], jnp.logaddexp(sums, sinks)
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"structure": structure, "implementation": implementation}
     parameters |= {"with_log_sum_exps": with_log_sum_exps, "call_too": with_log_sum_exps and call_too}
@@ -54,9 +60,31 @@ def backward(
     ``other_keys``, result and log-sum-exps cover all keys, the log-sum-exps are +inf for queries to skip, and the
     gradients, in the working dtype, are the contribution of the operands' keys.
     """
+    if (sinks := operands.call.sinks) is not None:
+        found = backward(implementation, _without_sinks(operands), result, log_sum_exps, cotangent, call_too)
+        by_sink = -jnp.exp(sinks - log_sum_exps) * jnp.sum(cotangent.astype(result.dtype) * result, axis=-1)
+        if call_too and operands.call.log_gates is not None:
+            found[-1] = found[-1] + _by_gates(operands.call, by_sink)
+        return [*found, jnp.sum(by_sink, axis=-1, keepdims=True)] if call_too else found
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"structure": structure, "implementation": implementation, "call_too": call_too}
     return _backward.bind(result, log_sum_exps, cotangent, *leaves, **parameters)
+
+
+def _without_sinks(operands: Operands) -> Operands:
+    return operands._replace(call=replace(operands.call, sinks=None), other_keys=OtherKeys())
+
+
+def _by_gates(call: Any, by_sink: jax.Array) -> jax.Array:
+    """Return the gradients that gates lack where score gradients of earlier rows were taken to sum to 0, but for sinks.
+
+    ``by_sink`` are the score gradients of sinks, ``[batch, num_heads, q_len]``.
+    """
+    sums = jnp.pad(jnp.cumsum(by_sink, axis=-1), [(0, 0), (0, 0), (1, 0)])
+    offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
+    earlier = jnp.clip(jnp.arange(call.kv_len) - offset, 0, call.q_len)  # the number of queries before each gate
+    found = jnp.take_along_axis(sums, jnp.broadcast_to(earlier, (*by_sink.shape[:2], call.kv_len)), axis=-1)
+    return jnp.where(call.log_gates == -jnp.inf, 0, found)
 
 
 def _unpacked(structure: Any, leaves: Any) -> Operands:
@@ -199,7 +227,8 @@ def _dense_jvp(
     """Compute the primitive, and the tangents of ``function``, its results by dense attention."""
     operands = _unpacked(parameters["structure"], primals[-parameters["structure"].num_leaves :])
     if operands.other_keys is not None:
-        raise NotImplementedError("alibi_jax.parallel.attention has first derivatives, in reverse mode, alone")
+        calls = "calls with sinks (but by 'dense') and alibi_jax.parallel.attention"
+        raise NotImplementedError(f"{calls} have first derivatives, in reverse mode, alone")
     moving = [index for index, tangent in enumerate(tangents) if not is_zero(tangent)]
 
     def of_moving(*values: Any) -> list[Any]:

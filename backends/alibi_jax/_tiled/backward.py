@@ -107,8 +107,8 @@ def _add_rows(
             by_gate = jnp.sum(by_score, axis=3, keepdims=True)
             found["log_gates"] = tiles.put(found["log_gates"], by_gate, block.starts, add=True)
         if "slopes" in found:
-            # `reach` is minus the distance plus a constant per row, which the sum over keys cancels.
-            by_slope, axes = by_score * block.reach, (3, 4)
+            # `unit_bias` is minus the distance plus a constant per row, which the sum over keys cancels.
+            by_slope, axes = by_score * block.unit_bias, (3, 4)
             if "future_slopes" in found:
                 ahead = jnp.where(block.is_ahead, by_slope, 0)
                 found["future_slopes"] = found["future_slopes"] + jnp.sum(ahead, axis=axes, keepdims=True)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_core.backend import exact_sum, finite_gates, gate_sums, reach_of, relative_points, suffix_sums
+from alibi_core.backend import exact_sum, finite_gates, gate_sums, relative_points, suffix_sums, unit_bias_of
 from alibi_jax._call import Operands, lowest_scores
 from alibi_jax._compatible import materialised
 from alibi_jax._plan import needed_keys
@@ -143,7 +143,7 @@ class Block(NamedTuple):
     key: jax.Array  # [b, h, k, d], working dtype
     value: jax.Array  # [b, h, k, d]
     scores: jax.Array  # [b, h, g, q, k]; -inf where a key is masked
-    reach: jax.Array  # [b, h or 1, g or 1, q, k]: the factor of slopes, nearest distance of the row minus distance
+    unit_bias: jax.Array  # [b, h or 1, g or 1, q, k]: the factor of slopes, nearest distance of the row minus distance
     is_ahead: jax.Array  # True if the key is after the query
     passed: tuple[jax.Array, jax.Array] | None  # the sums of gates from this block on, as numbers and rests
 
@@ -300,18 +300,18 @@ class Tiles:
         starts, away, rest, visible = self._pairs(rows, index)
         key, value = (self.cut(x, starts, AXES_OF_KEYS).astype(self.dtype) for x in (self.key, self.value))
         is_ahead = away < 0
-        reach = reach_of(jnp, away, rows.nearest, self.dtype, is_causal=False, law=self.call.law, rest=rest)
+        unit_bias = unit_bias_of(jnp, away, rows.nearest, self.dtype, is_causal=False, law=self.call.law, rest=rest)
         slopes = rows.slopes
         if rows.future_slopes is not None:
             slopes = jnp.where(is_ahead, rows.future_slopes, slopes)
         # Scale the scores, not the query: XLA flushes subnormal numbers to 0, and scaled tiny queries may be subnormal.
         products = jnp.einsum("bhrd,bhkd->bhrk", rows.query, key).reshape(*self._grouped(rows), -1) * self.call.scale
-        bias = slopes * reach
+        bias = slopes * unit_bias
         if self.gates is not None:
             sums, visible, passed = self._gated(rows, rows.first + index * self.sizes.tile[4], starts, visible, passed)
             bias = bias + sums
         scores = jnp.where(visible, jnp.maximum(products + bias, self.overflown), -jnp.inf)
-        return Block(starts, key, value, scores, reach, is_ahead, passed)
+        return Block(starts, key, value, scores, unit_bias, is_ahead, passed)
 
     def _gated(self, rows: Rows, wanted: jax.Array, starts: Starts, visible: jax.Array, passed: Any) -> tuple[Any, ...]:
         """Return the sums of gates after each key of a block, which keys are visible, and the block's ``passed``.

@@ -24,15 +24,15 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
     Parameters (``nnx.Param``) are those of ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nnx.Linear``);
     :func:`alibi_jax.save_weights` writes them with the names that all backends share. Fixed slopes are constants of the
     module, not part of its state. Learnable slopes are the parameter ``log_slopes``; its exponential is always
-    positive. Forget gates have a further ``nnx.Linear``, ``forget_proj``. All these are float32 whatever ``dtype`` and
-    ``param_dtype`` are.
+    positive. Forget gates have a further ``nnx.Linear``, ``forget_proj``, sinks the parameter ``sinks``. All these are
+    float32 whatever ``dtype`` and ``param_dtype`` are.
 
     Caches are immutable: a call with a cache returns the pair of its output and the longer cache. If the cache's
     length is traced (under ``jax.jit``, for example), an overflow cannot raise; the output is NaN from then on.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes: As fields of :class:`AlibiConfig`.
-        window_size, dropout, distance, law, forget_gate: As fields of :class:`AlibiConfig`.
+        window_size, dropout, distance, law, forget_gate, sinks: As fields of :class:`AlibiConfig`.
         head_dim: Features per head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, a NumPy or JAX array, not traced. Default: the canonical slopes. A
             tensor-parallel shard passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
@@ -83,6 +83,7 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
         distance: str = "manhattan",
         law: str = "linear",
         forget_gate: bool = False,
+        sinks: bool = False,
         implementation: Implementation | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -112,9 +113,12 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
             distance=distance,
             law=law,
             forget_gate=forget_gate,
+            sinks=sinks,
         )
         if forget_gate:
             self.forget_proj = nnx.Linear(embed_dim, num_heads, dtype=jnp.float32, rngs=rngs)
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32))
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout > 0 else None
         self.log_slopes = nnx.Param(jnp.log(jnp.asarray(self.shape.slopes, jnp.float32))) if learnable_slopes else None
 

@@ -43,11 +43,11 @@ class Dropout(nn.Dropout):
 
 
 class Precise(nn.Module):
-    """A module whose slopes and gates stay float32: in low precision they would be wrong by a percent."""
+    """A module whose slopes, gates and sinks stay float32: in low precision they would be wrong by a percent."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         # Casts of a module assign new parameters here. If one is the old one rounded, keep the old one.
-        if name in ("log_slopes", "weight", "bias") and value.dtype != mx.float32:
+        if name in ("log_slopes", "sinks", "weight", "bias") and value.dtype != mx.float32:
             value = mx.where(self[name].astype(value.dtype) == value, self[name], value.astype(mx.float32))
         super().__setitem__(name, value)
 
@@ -62,14 +62,14 @@ class AlibiAttention(Precise, SavesLayers, models.BaseAttention):
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
     backend, so that safetensors files of ``save_weights`` load into any of them. Fixed slopes are no parameter and are
     not saved. Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. A forget gate is
-    ``forget_proj``. All of them stay float32 under ``set_dtype``.
+    ``forget_proj``, sinks are the parameter ``sinks``. All of them stay float32 under ``set_dtype``.
 
     A cache may be any object with ``offset`` and ``update_and_fetch``, such as mlx-lm's ``KVCache``; with a forget gate
     it must be one of :meth:`make_cache`.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes: As fields of :class:`AlibiConfig`.
-        window_size, dropout, distance, law, forget_gate: As fields of :class:`AlibiConfig`.
+        window_size, dropout, distance, law, forget_gate, sinks: As fields of :class:`AlibiConfig`.
         head_dim: Features per head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, an MLX or NumPy array. Default: the canonical slopes. A tensor-parallel shard
             passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
@@ -107,6 +107,7 @@ class AlibiAttention(Precise, SavesLayers, models.BaseAttention):
         distance: str = "manhattan",
         law: str = "linear",
         forget_gate: bool = False,
+        sinks: bool = False,
         implementation: str | None = None,
     ) -> None:
         super().__init__()
@@ -129,9 +130,12 @@ class AlibiAttention(Precise, SavesLayers, models.BaseAttention):
             distance=distance,
             law=law,
             forget_gate=forget_gate,
+            sinks=sinks,
         )
         if forget_gate:
             self.forget_proj = Gate(embed_dim, num_heads)
+        if sinks:
+            self.sinks = mx.zeros(num_heads)
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = Dropout(dropout)
         # MLX does not treat arrays as parameters if their names begin with an underscore.

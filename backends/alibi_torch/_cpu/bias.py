@@ -87,7 +87,7 @@ class DistanceRow:
                 return Bias(view.flip(2))
             return Bias(view, is_reversed=job.rows > 1)
         part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-        if call.window_size is None and call.is_linear and back >= job.kv_len - 1:
+        if call.window_size is None and call.is_linear and call.sinks is None and back >= job.kv_len - 1:
             # All queries are after all keys. A constant per row cancels in softmax, so all rows may use the last
             # key's position as their origin.
             row = distance_row(part, job.kv_len - 1, 1)

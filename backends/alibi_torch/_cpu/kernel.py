@@ -98,6 +98,7 @@ def backward(
     dtype, head_dim = call.working_dtype, total_query.shape[-1]
     centre, shift = _common_part(call, query, key)
     # inf marks queries without keys, whose gradients are 0.
+    kept = None if call.sinks is None else 1 - torch.exp(call.sinks - logsumexp)
     is_small = (logsumexp.abs() <= LARGE_SCORES[dtype]) | (logsumexp == math.inf)
     if shift is not None:
         is_small &= shift.abs() <= LARGE_SCORES[dtype]
@@ -113,7 +114,7 @@ def backward(
                 (common,) = _keys_of(call, replace(part, kv_start=0, kv_len=1, tiles=1), dtype, centre)
                 keys, lse = keys - common, lse - _queries_of(shift, part)
             inputs = (_queries_of(x, part).to(dtype) for x in (grad, query, result))
-            tile = Tile(*inputs, lse, keys, values, bias, call.scale)
+            tile = Tile(*inputs, lse, keys, values, bias, call.scale, None if kept is None else _queries_of(kept, part))
             # The fused kernel derives weights from the log-sum-exp, which is too coarse for large scores.
             has_large_scores = not (are_small or _queries_of(is_small, part).all())
             if by_slopes is not None:
@@ -149,7 +150,7 @@ def _common_part(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[Tenso
     # For equal keys, |sum| = sqrt(kv_len) * Frobenius norm; centre from 0.9 of that on. A single score has no gradient.
     most = (0.8 * call.kv_len) ** 0.5 if call.kv_len > 1 else math.inf
     is_common = common > whole * most  # False where keys or their sum are not finite
-    if not is_common.any():
+    if call.sinks is not None or not is_common.any():  # a sink is among the scores that sum to 0
         return None, None
     centre = torch.where(is_common[..., None, None], total / call.kv_len, 0.0)  # [batch, num_kv_heads, 1, head_dim]
     # [batch, num_kv_heads, heads of a group, q_len, head_dim]
@@ -169,6 +170,7 @@ class Tile:
     value: Tensor
     bias: Bias
     scale: float
+    kept: Tensor | None = None  # [..., rows], the share of weight that sinks leave to keys
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients with respect to query, key and value, by the fused kernel."""
@@ -186,6 +188,7 @@ class Tile:
         """
         scores = self.query @ self.key.mT * self.scale + self.bias.in_order(self.bias.values)
         weights = torch.where(self.logsumexp[..., None] == math.inf, 0.0, torch.softmax(scores, dim=-1))
+        weights = weights if self.kept is None else weights * self.kept[..., None]
         by_weight = self.grad @ self.value.mT
         return weights, weights * (by_weight - (weights * by_weight).sum(dim=-1, keepdim=True))
 
@@ -205,8 +208,9 @@ def _with_slopes(
     """
     lowest = job.back + call.q_offset  # position of the first query, relative to the first key of the rectangle
     places = torch.arange(job.kv_len, device=call.device)
-    # Clamp query positions into the keys' range: a constant distance per row cancels in softmax.
-    q_places = (torch.arange(job.rows, device=call.device) + lowest).clamp(0, job.kv_len - 1)
+    q_places = torch.arange(job.rows, device=call.device) + lowest
+    if call.sinks is None:  # Clamp into the keys' range: a constant distance per row cancels in softmax.
+        q_places = q_places.clamp(0, job.kv_len - 1)
     if has_large_scores:  # weights must be normalized over all keys of the row
         weights, by_score = tile.score_gradients()
         distance = (q_places[:, None] - places).double()

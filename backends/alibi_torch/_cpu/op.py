@@ -19,7 +19,7 @@ from alibi_torch import _rows
 from alibi_torch._cpu import kernel, step
 from alibi_torch._cpu.bias import DistanceRow, GatedBias
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
-from alibi_torch._derivatives import dense_reference, pulled_back
+from alibi_torch._derivatives import RATES, dense_reference, pulled_back
 from alibi_torch._dispatch import needs_gradients, no_autocast, rates_of
 from alibi_torch._internals import in_transform, is_watched
 
@@ -45,13 +45,16 @@ def attention(
     is_recorded = needs_gradients(query, key, value, *rates_of(call))
     if call.log_gates is not None:  # a slope is a gate, too, the same at each token: [batch, num_heads, kv_len]
         gates = (call.log_gates - call.slopes[..., None]).reshape(*call.batch, call.num_heads, call.kv_len)
-        call = replace(call, slopes=torch.zeros_like(call.slopes).detach(), log_gates=gates)
+        sinks = call.sinks
+        if sinks is not None:  # Gates end at the last key: behind it, slopes raise the sink instead.
+            sinks = sinks + call.slopes[..., None] * call.distance_to_keys(call.positions()[0])[..., None, :]
+        call = replace(call, slopes=torch.zeros_like(call.slopes).detach(), log_gates=gates, sinks=sinks)
     # Without gradients or tracers, skip the operator: its dispatch takes longer than a short call.
     if not (is_recorded or is_watched(query, key, value)):
-        return _without_gradients(call, query, key, value, norms, implementation)[0]
+        return _without_gradients(call, query, key, value, norms, implementation)[0].to(call.dtype)
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    # Gradients need the result in the working dtype. A torch.jit trace may be replayed with or without gradients.
-    is_exact = is_recorded or (not is_traced and in_transform()) or torch.jit.is_tracing()
+    # Gradients and sinks need the result in the working dtype. A torch.jit trace may be replayed with gradients or not.
+    is_exact = is_recorded or call.sinks is not None or (not is_traced and in_transform()) or torch.jit.is_tracing()
     arguments = query, key, value, *Packed.of(call, norms, implementation), is_exact
     result = _Attention.apply(*arguments, []) if is_exact and not is_traced else _attend(*arguments)
     return result[0].to(call.dtype)
@@ -63,6 +66,7 @@ class Packed(NamedTuple):
     slopes: Tensor
     future_slopes: Tensor | None
     log_gates: Tensor | None
+    sinks: Tensor | None
     q_offset: Tensor | None
     q_segment_ids: Tensor | None
     kv_segment_ids: Tensor | None
@@ -143,16 +147,24 @@ def _has_own_distances(call: AttentionCall) -> bool:
 def _without_gradients(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, implementation: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, in the call's dtype, and the log-sum-exp, ``[batch, num_heads, q_len]``."""
+    """Return the result, in the call's or the working dtype, and the log-sum-exp, ``[batch, num_heads, q_len]``."""
     if implementation == "triton":
         return _in_triton(call, query, key, value, norms, is_exact=False)[:2]
     if _has_own_distances(call):
-        result, logsumexp = _rows.forward(call, query, key, value)
-        return result.to(call.dtype), logsumexp
-    if step.is_last_query(call):
-        result, logsumexp = step.attend_last_query(call, *unit_strided(query, key, value), norms)
-        return result.to(call.dtype), logsumexp
-    return _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)
+        found = _rows.forward(call, query, key, value)
+    elif step.is_last_query(call):
+        found = step.attend_last_query(call, *unit_strided(query, key, value), norms)
+    else:
+        dtype = call.dtype if call.sinks is None else call.working_dtype
+        found = _compute(call, query, key, value, plan_of(call, query, key, norms), dtype)
+    return _beside_sinks(call, *found)
+
+
+def _beside_sinks(call: AttentionCall, result: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result and the log-sum-exp over keys and sinks, from those over keys."""
+    if call.sinks is None:
+        return result, logsumexp
+    return result * torch.sigmoid(logsumexp - call.sinks)[..., None], torch.logaddexp(logsumexp, call.sinks)
 
 
 def _in_triton(
@@ -220,15 +232,15 @@ def unit_strided(*tensors: Tensor) -> list[Tensor]:
 # An operator's schema allows only tensors and numbers as arguments, so a call is flattened into `Packed`.
 
 _PACKED = (
-    "Tensor slopes, Tensor? future_slopes, Tensor? log_gates, Tensor? q_offset, Tensor? q_segment_ids, Tensor? "
-    "kv_segment_ids, Tensor? mask, Tensor? added_key_bias, Tensor? q_points, Tensor? kv_points, Tensor? key_norms, "
-    "SymInt norms_block, SymInt first_position, bool is_causal, SymInt? window_size, float scale, float tolerance, "
-    "bool shares_ids, bool shares_points, bool may_lack_points, str distance, str law, str implementation"
+    "Tensor slopes, Tensor? future_slopes, Tensor? log_gates, Tensor? sinks, Tensor? q_offset, Tensor? q_segment_ids, "
+    "Tensor? kv_segment_ids, Tensor? mask, Tensor? added_key_bias, Tensor? q_points, Tensor? kv_points, Tensor? "
+    "key_norms, SymInt norms_block, SymInt first_position, bool is_causal, SymInt? window_size, float scale, float "
+    "tolerance, bool shares_ids, bool shares_points, bool may_lack_points, str distance, str law, str implementation"
 )
 _SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_PACKED}, bool is_exact) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
     f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor logsumexp, {_PACKED}, "
-    "bool by_slopes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool by_slopes) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 torch.library.define("alibi::attention", _SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 torch.library.define("alibi::attention_backward", _BACKWARD_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
@@ -253,13 +265,14 @@ def _attend_here(
             plans.append(planned)
     elif not rest[-1]:
         result, logsumexp = _without_gradients(call, query, key, value, norms, packed.implementation)
+        result = result.to(call.dtype)
     elif _has_own_distances(call):
-        result, logsumexp = _rows.forward(call, query, key, value)
+        result, logsumexp = _beside_sinks(call, *_rows.forward(call, query, key, value))
     else:
         planned = plan_of(call, query, key, norms)
         if plans is not None:
             plans.append(planned)
-        result, logsumexp = _compute(call, query, key, value, planned, call.working_dtype)
+        result, logsumexp = _beside_sinks(call, *_compute(call, query, key, value, planned, call.working_dtype))
     return _strided_as(query, result), logsumexp.contiguous()
 
 
@@ -282,9 +295,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor, ...]:
-    """Return the gradients for query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False).
+    """Return the gradients for query, key, value and RATES: zeros for all but sinks if ``by_slopes`` is False.
 
-    With gates, which exclude future slopes, their gradient is the last one; that of slopes is 0.
+    Those that the call lacks have no elements. With gates, the gradient of slopes is 0.
     """
     (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
@@ -293,11 +306,12 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
 
         *gradients, sums = _triton.backward(call, arguments[:6], norms, plans[0] if plans else None, arguments[-1])
         return *map(_strided_as, (query, key, value), gradients), *_by_rates(call, sums)
+    by_sinks = None if call.sinks is None else -torch.exp(call.sinks - logsumexp) * (grad * result).sum(dim=-1)
     # The kernel sums distances for slopes, not laws of them.
     if _has_own_distances(call) or (arguments[-1] and call.law != "linear"):
         with no_autocast(query.device.type):
             *gradients, past, future = _rows.backward(call, *arguments[:6], arguments[-1])
-        return *map(_strided_as, (query, key, value), gradients), past, future
+        return *map(_strided_as, (query, key, value), gradients), *_by_rates(call, (past, future), None, by_sinks)
     # Reuse the forward pass's plan where autograd passed it on; operators cannot.
     planned = plans[0] if plans else plan_of(call, query, key, norms)
     by_query = (torch.zeros_like if planned[0][0].is_cut else torch.empty_like)(query)  # queries in no part get 0
@@ -323,20 +337,22 @@ def _backward_here(*arguments: Any, plans: Sequence[Plan] = ()) -> tuple[Tensor,
             if by_gates is not None and gates is not None:
                 # A gate is in the biases of all earlier keys, for its own query and later ones; a row's sum is 0.
                 gates[part.batch, :, part.keys][..., 1:] += by_gates.cumsum(dim=-1)[..., :-1]
-    if gates is not None:
-        by_gates = gates.to(call.log_gates.dtype)
-        return by_query, by_key.to(call.dtype), by_value.to(call.dtype), torch.zeros_like(call.slopes), by_gates
-    return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *_by_rates(call, sums)
+    return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *_by_rates(call, sums, gates, by_sinks)
 
 
-def _by_rates(call: AttentionCall, sums: Tensor | None) -> list[Tensor]:
-    """Return the gradients for slopes and future slopes, summed from those per side, ``[2, batch, num_heads]``."""
-    rates = call.slopes, call.slopes if call.future_slopes is None else call.future_slopes
-    if sums is None:
-        return [torch.zeros_like(x) for x in rates]
-    if call.future_slopes is None and not call.is_causal:  # symmetric: one slope serves both sides
-        sums = torch.stack([sums[0] + sums[1], sums[1]])
-    return [x.sum_to_size(rate.shape).to(rate.dtype, copy=True) for x, rate in zip(sums, rates, strict=True)]
+def _by_rates(
+    call: AttentionCall, sums: Sequence[Tensor] | None, gates: Tensor | None = None, sinks: Tensor | None = None
+) -> list[Tensor]:
+    """Return the gradients for RATES in their shapes, None as zeros; ``sums`` are those of slopes per side."""
+    past, future = (None, None) if sums is None else sums
+    if past is not None and call.future_slopes is None and not call.is_causal:  # symmetric: one slope serves both sides
+        past = past + future
+    return [
+        call.slopes.new_zeros(0 if rate is None else rate.shape)
+        if rate is None or x is None
+        else x.sum_to_size(rate.shape).to(rate.dtype, copy=True)
+        for rate, x in zip(rates_of(call), (past, future, gates, sinks), strict=True)
+    ]
 
 
 torch.library.impl("alibi::attention_backward", "default", _backward_here)
@@ -344,9 +360,9 @@ torch.library.impl("alibi::attention_backward", "default", _backward_here)
 
 @torch.library.register_fake("alibi::attention_backward")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    packed = Packed(*arguments[6:-1])
-    future = next(x for x in (packed.future_slopes, packed.log_gates, packed.slopes) if x is not None)
-    return *(torch.empty_like(x) for x in arguments[1:4]), *(x.new_empty(x.shape) for x in (packed.slopes, future))
+    rates = arguments[6 : 6 + len(RATES)]
+    shapes = (0 if x is None else x.shape for x in rates)
+    return *(torch.empty_like(x) for x in arguments[1:4]), *(rates[0].new_empty(shape) for shape in shapes)
 
 
 # --- Autograd --------------------------------------------------------------------------------------------------------
@@ -388,15 +404,9 @@ class _Attention(torch.autograd.Function):
             found = _attend_backward(*arguments)
         else:
             found = _backward_here(*arguments, plans=ctx.plans)
-        found = _by_input(found, Packed(*arguments[6:-1]).log_gates is not None)
         wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
         # Masks, norms and numbers have no gradients.
         return *wanted, *(None,) * (len(needed) - len(wanted))
-
-
-def _by_input(found: Sequence[Tensor], is_gated: bool) -> list[Tensor | None]:
-    """Return gradients in the order of inputs: slopes, future slopes, gates; the last one is that of either."""
-    return [*found[:-1], None, found[-1]] if is_gated else [*found, None]
 
 
 class _Gradients(torch.autograd.Function):
@@ -411,23 +421,23 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:4], *inputs[6 : 6 + TENSORS])
-        ctx.numbers, ctx.by_slopes = inputs[6 + TENSORS : -1], inputs[-1]
+        ctx.numbers = inputs[6 + TENSORS : -1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         grad, query, key, value, *tensors = ctx.saved_tensors
         call, _ = Packed(*tensors, *ctx.numbers).unpacked(query, key)
-        rates = [x for x in tensors[:3] if x is not None]
-        count = 3 + (len(rates) if ctx.by_slopes else 0)  # inputs whose gradients were requested
+        inputs = query, key, value, *tensors[: len(RATES)]
 
         def gradients(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-            return pulled_back(lambda *x: dense_reference(call, *x, *inputs[count:]), inputs[:count], grad)
+            return pulled_back(lambda *x: dense_reference(call, *x), inputs, grad)
 
         with no_autocast("cpu"):
-            found = pulled_back(gradients, (grad, query, key, value, *rates), tuple(cotangents[:count]))
-        by_rates = iter(found[4:])
-        by_tensors = [None if x is None else next(by_rates) for x in tensors[:3]]
-        return *found[:4], None, None, *by_tensors, *(None,) * (len(ctx.needs_input_grad) - 9)
+            given = [(x, by_x) for x, by_x in zip(inputs, cotangents, strict=True) if x is not None]
+            by_grad, *found = pulled_back(gradients, (grad, *(x for x, _ in given)), tuple(x for _, x in given))
+        rest = iter(found)
+        by_inputs = [None if x is None else next(rest) for x in inputs]
+        return by_grad, *by_inputs[:3], None, None, *by_inputs[3:], *(None,) * (len(ctx.needs_input_grad) - 10)
 
 
 # PyTorch reads the signature at each call, which takes longer than to read it here.
@@ -453,18 +463,15 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     size, first = info.batch_size, len(_BACKWARD_AXES) - len(_RULE_AXES)
     merged = _merged(size, in_dims, arguments, _BACKWARD_AXES)
-    summed = []  # True if slopes have no batch axis, so that their gradient is summed over it
-    for index in (first, first + 1 if arguments[first + 2] is None else first + 2):
-        slopes, dim = arguments[index], in_dims[index]
-        if slopes is None:  # its gradient then has the shape of that of slopes
-            summed.append(summed[0])
-            continue
-        summed.append(slopes.ndim - (dim is not None) == 1)
-        # one gradient per mapped entry
-        merged[index] = merged[index].expand(len(merged[0]), *merged[index].shape[-_RULE_AXES[index - first] :])
-    *tensors, past, future = (x.unflatten(0, (size, -1)) for x in _attend_backward(*merged))
-    rates = [x.sum(dim=1) if is_summed else x for x, is_summed in zip((past, future), summed, strict=True)]
-    return (*tensors, *rates), (0,) * 5
+    summed = []  # True if a rate has no batch axis, so that its gradient is summed over it
+    for index, axes in enumerate(_RULE_AXES[: len(RATES)], first):
+        rate, dim = arguments[index], in_dims[index]
+        summed.append(rate is not None and rate.ndim - (dim is not None) == axes)
+        if rate is not None:  # one gradient per mapped entry
+            merged[index] = merged[index].expand(len(merged[0]), *merged[index].shape[-axes:])
+    found = [x.unflatten(0, (size, -1)) for x in _attend_backward(*merged)]
+    rates = [x.sum(dim=1) if is_summed else x for x, is_summed in zip(found[3:], summed, strict=True)]
+    return (*found[:3], *rates), (0,) * len(found)
 
 
 def _merged(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], axes: tuple[int, ...]) -> list[Any]:

@@ -43,9 +43,9 @@ DEFAULT = Tiling(
     q_block=256,
     kv_block=128,
     part_elements=2**18,
-    worthwhile=20,
+    least_decay=20,
     norm_bounds=lambda vectors: norm_bounds(vectors, vectors.dtype),
-    few=16,
+    step_queries=16,
     rows=(64, 256),
     bias_elements=2**22,
     call_scores=15_000,
@@ -107,8 +107,10 @@ def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
         calls = [entry_of(call, entry.start) for entry in entries]
         return [Part(*of_entry, queries, keys) for of_entry in zip(calls, known, entries, strict=True)]
     spans = None
-    # Norms of a cache cover blocks of keys, which a part would cut: such a call stays whole.
-    if norms is None and call.q_len == call.kv_len >= LEAST_SPLIT and call.q_offset == 0:
+    # Norms of a cache cover blocks of keys, which a part would cut: such a call stays whole. So does one of gates and
+    # sinks, whose parts would lack the slopes, which are gates, of the keys between theirs and a query.
+    is_whole = norms is not None or (call.log_gates is not None and call.sinks is not None)
+    if not is_whole and call.q_len == call.kv_len >= LEAST_SPLIT and call.q_offset == 0:
         spans = _packed_spans(call) if call.mask is None else _padded_spans(call)
     if spans is None:
         return [Part(call, norms, batch, queries, keys, is_cut=False)]
@@ -175,14 +177,14 @@ def is_short(call: AttentionCall) -> bool:
 
 def uses_norms(call: AttentionCall) -> bool:
     """Whether the plan of a call would use key norms that the caller already has."""
-    if call.q_len <= tiling().few:
+    if call.q_len <= tiling().step_queries:
         numbers = call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim
         return call.q_len == 1 and numbers >= LONG * tiling().short // SHORT
     return not is_short(call) and call.mask is None and call.q_segment_ids is None  # masks may split the call
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, limits: Limits | None) -> list[Job]:
-    """Return the rectangles of a part with more than ``few`` queries; tensors are ``[batch, heads, length, head_dim]``.
+    """Return the rectangles of a part that is no decoding step; tensors are ``[batch, heads, length, head_dim]``.
 
     A short call uses ``limits`` only, a long one ``norms`` only.
     """
@@ -220,7 +222,7 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
     """Return the horizons of a short part of a call; None where measuring saves nothing."""
     if not is_short(call) or call.tolerance == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
         return None
-    if call.q_len <= tiling().few or call.added_key_bias is not None:
+    if call.q_len <= tiling().step_queries or call.added_key_bias is not None:
         return None
     # Largest norms by head, over batch and tokens: [num_heads] and [num_kv_heads].
     norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]

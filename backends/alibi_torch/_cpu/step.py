@@ -28,7 +28,7 @@ CAST = 2**18  # At most this many elements of keys in low precision are cast at 
 
 def is_step(call: AttentionCall) -> bool:
     """Whether a call has so few queries that extra kernel calls cost more than computing masked scores."""
-    return call.q_len <= tiling().few
+    return call.q_len <= tiling().step_queries
 
 
 def is_last_query(call: AttentionCall) -> bool:

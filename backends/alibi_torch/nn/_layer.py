@@ -22,12 +22,12 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), with the same names in every
     backend, so that files of :func:`alibi_torch.save_weights` load into any of them. Fixed slopes are a buffer outside
     of the state dict, whose metadata name them, the heads, direction and window; ``load_state_dict`` compares these.
-    Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. Both stay float32 when the
-    module is cast to a lower precision.
+    Learnable slopes are the parameter ``log_slopes``; its exponential is always positive. Sinks are the parameter
+    ``sinks``. All stay float32 when the module is cast to a lower precision.
 
     Args:
         embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes: As fields of :class:`AlibiConfig`.
-        window_size, dropout, distance, law, forget_gate: As fields of :class:`AlibiConfig`.
+        window_size, dropout, distance, law, forget_gate, sinks: As fields of :class:`AlibiConfig`.
         head_dim: Features per head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical slopes. A tensor-parallel shard
             passes its slice of the global slopes, ``alibi_core.slopes(n)[first:last]``.
@@ -67,6 +67,7 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
         distance: str = "manhattan",
         law: str = "linear",
         forget_gate: bool = False,
+        sinks: bool = False,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -91,9 +92,12 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
             distance=distance,
             law=law,
             forget_gate=forget_gate,
+            sinks=sinks,
         )
         if forget_gate:
             self.forget_proj = nn.Linear(embed_dim, num_heads, device=device, dtype=torch.float32)
+        if sinks:
+            self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=torch.float32))
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = nn.Dropout(dropout) if dropout > 0 else None  # a module's call takes as long as a check
         self._register_slopes(device, learnable=learnable_slopes)

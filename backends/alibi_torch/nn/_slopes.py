@@ -1,4 +1,4 @@
-"""Slopes, and forget gates, that stay float32 when their module is cast to a lower precision."""
+"""Slopes, forget gates and sinks that stay float32 when their module is cast to a lower precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from alibi_core.backend.models import KEY, LayerShape, layer_record, mismatch
 
-NAMES = ("slopes", "future_slopes", "log_slopes")
+NAMES = ("slopes", "future_slopes", "log_slopes", "sinks")
 
 
 class KeepsSlopes(nn.Module):

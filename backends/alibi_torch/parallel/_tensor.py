@@ -44,6 +44,8 @@ class TensorParallelAttention(ParallelStyle):
             # A subclass's own computation would be lost, or would not know that heads are sharded.
             name = type(module).__name__
             raise TypeError(f"module must be an alibi_torch.AlibiAttention itself, of no derived class, got {name}")
+        if getattr(module, "forget_proj", None) is not None or getattr(module, "sinks", None) is not None:
+            raise ValueError(f"module must have neither a forget gate nor sinks, whose heads stay whole, got {module}")
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh must have one dimension, such as mesh['heads'], got {device_mesh.mesh_dim_names}"

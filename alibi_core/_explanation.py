@@ -12,15 +12,12 @@ import numpy as np
 
 from alibi_core._arrays import astype, on_host
 from alibi_core._call import AttentionCall
-from alibi_core._horizon.jobs import entry_of, visible_keys
-from alibi_core._horizon.measure import host_ranges
-from alibi_core._horizon.ranges import ENDLESS, KeyRanges
-from alibi_core._horizon.tiling import Tiling
+from alibi_core._horizon import ENDLESS, KeyRanges, Tiling, entry_of, host_ranges, visible_keys
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TILING = Tiling(q_block=256, kv_block=128, part_elements=2**20, few=16, worthwhile=20)
+TILING = Tiling(q_block=256, kv_block=128, part_elements=2**20, step_queries=16, least_decay=20)
 
 
 class KeySpans(NamedTuple):
