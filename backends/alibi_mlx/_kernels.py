@@ -32,7 +32,7 @@ def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array
         for part in _parts(job, call.head_dim):
             tensors = (queries_of(query, part), keys_of(key, part, call), keys_of(value, part, call))
             # MLX rounds the bias to the dtype of the tensors, so cast them to float32.
-            wide = [_float32(x) for x in tensors]
+            wide = [float32(x) for x in tensors]
             if call.sinks is not None:  # a key of zeros, whose bias is the sink
                 wide[1:] = [mx.pad(x, [(0, 0), (0, 0), (0, 1), (0, 0)]) for x in wide[1:]]
             wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
@@ -70,8 +70,8 @@ def backward(
         bias, attends = biases.of(job)
         distances = biases.distances(job)
         for part in _parts(job, 2 * call.head_dim):
-            queries, grads = (_float32(queries_of(x, part)) for x in (query, grad))
-            keys, values = (_float32(keys_of(x, part, call)) for x in (key, value))
+            queries, grads = (float32(queries_of(x, part)) for x in (query, grad))
+            keys, values = (float32(keys_of(x, part, call)) for x in (key, value))
             if attends is not None:  # results that were set to zero pass no gradient
                 grads = mx.where(attends, grads, 0.0)
             queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
@@ -149,7 +149,8 @@ def _parts(job: Job, head_dim: int) -> Iterator[Job]:
         yield replace(job, q_start=job.q_start + shift, kv_start=job.kv_start + shift, tiles=tiles)
 
 
-def _float32(array: mx.array) -> mx.array:
+def float32(array: mx.array) -> mx.array:
+    """Return an array in float32."""
     return array.astype(mx.float32)
 
 

@@ -25,9 +25,9 @@ from alibi_core.backend.horizon import (
 )
 from alibi_core.backend.horizon import norm_bounds as bounds_of
 
-# Few queries read all keys without a plan if a batch entry has fewer elements of keys than this times `Tiling.short`.
-# Measured on a CPU.
-SOON_READ = 2**11
+# Few queries read all keys without a plan if a batch entry has fewer elements of keys than this times `Tiling.short`;
+# keys in low precision, which must be cast, half as many. Measured on a CPU.
+SOON_READ = 2**12
 SOON_MEASURED = 2**14  # The same if norms are not cached, so that all keys must be read to measure them.
 
 Norms = Callable[[], KeyNorms]  # measures the keys that a cache has not measured yet
@@ -64,7 +64,7 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
     (``mx.as_strided``) have no vmap rule, so the plan is made from shapes.
     """
     sizes = tiling()
-    is_plain = call.kv_len <= sizes.short or call.tolerance == 0 or _reads_quickly(call, norms is not None)
+    is_plain = reads_all(call, call.kv_len, has_norms=norms is not None)
     host = None if is_plain else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))
@@ -72,9 +72,14 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, n
     return list(needed_jobs(host, query, key, sizes, None if norms is None else norms()))
 
 
-def _reads_quickly(call: AttentionCall, has_norms: bool) -> bool:
-    """Whether few queries should read all keys: because measuring takes longer, or a step of decoding stays lazy."""
-    elements = call.num_kv_heads * call.kv_len * call.head_dim
+def reads_all(call: AttentionCall, kv_len: int, *, has_norms: bool = True) -> bool:
+    """Whether all keys are read, if there are ``kv_len``.
+
+    So it is where nothing may be left out, where measuring takes longer, and where a step of decoding stays lazy.
+    """
+    if kv_len <= tiling().short or call.tolerance == 0:
+        return True
+    elements = call.num_kv_heads * kv_len * call.head_dim * (1 if call.dtype == mx.float32 else 2)
     is_quick = elements < (SOON_READ if has_norms else SOON_MEASURED) * tiling().short
     return call.q_len <= tiling().step_queries and (is_quick or on_gpu())
 

@@ -251,19 +251,21 @@ class Machine(RuleBasedStateMachine):
             elif change == "back":
                 self.take_back(int(self.random.integers(300)), by_row=False, not_finite=False)
             else:
-                self.append_and_attend(**STEP | {change: self.random.choice(CHANGES[change])})
+                self.append_and_attend(**STEP | {change: CHANGES[change][self.random.integers(len(CHANGES[change]))]})
             self.append_and_attend(**STEP)
 
     def use_slopes(self, slopes: np.ndarray) -> None:
-        """Attend with these slopes from now on; PyTorch shares their memory."""
+        """Attend with these slopes from now on; PyTorch shares their memory, and MLX is given NumPy's."""
         shared = slopes if self.name == "torch" else slopes.copy()
         self.slopes, self.slopes_of_framework = slopes, FRAMEWORK[self.name].array(shared)
+        if self.name == "mlx":  # its cache keeps its next step for these alone
+            self.slopes_of_framework = slopes
 
     @rule(slopes=st.sampled_from(SLOPES), is_in_place=st.booleans())
     def change_slopes(self, slopes: tuple[float, ...], is_in_place: bool) -> None:
-        """Change slopes, in PyTorch unseen by its counter of versions; or take a copy, and change the original."""
+        """Change slopes in place, unseen by PyTorch's counter of versions; or take a copy, and change the original."""
         before = self.slopes
-        if is_in_place and self.name == "torch":
+        if is_in_place and self.name in ("torch", "mlx"):
             before[:] = slopes
         else:
             self.use_slopes(np.float32(slopes) if is_in_place else before.copy())

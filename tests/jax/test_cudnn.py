@@ -104,7 +104,7 @@ def windows_of(operands: Operands) -> list[int | None]:
     return found
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.sampled_from(sorted(DATA)), sign=st.sampled_from([1, 1, -1]), seed=st.integers(0, 99))
 def test_windows_leave_out_no_more_than_the_tolerance(data: str, sign: int, seed: int) -> None:
     case = hostile(plain(Sizes(1, 8, 1, (340, 340), 4), seed=seed), data, sign)
@@ -116,6 +116,19 @@ def test_windows_leave_out_no_more_than_the_tolerance(data: str, sign: int, seed
     assert len(windows) == 2
     for heads, window in zip((weights[:4], weights[4:]), windows, strict=True):
         assert (heads * (back >= (window or 340))).sum(axis=-1).max() <= operands.call.tolerance
+
+
+@settings(max_examples=20)
+@given(back=st.integers(1, 339), last=st.integers(0, 339), giants=st.tuples(st.booleans(), st.booleans()))
+def test_windows_reach_back_to_the_one_key_that_counts(back: int, last: int, giants: tuple[bool, bool]) -> None:
+    last = max(back, last)
+    query, key = np.zeros((2, 1, 8, 340, 4))
+    key[0, :, last - back], query[0, :, last] = [8, 0, 0, 0], [(back + 30) / 4, 0, 0, 0]  # scale is 1/2
+    query *= np.repeat(giants, 4)[:, None, None]
+    tensors = [jnp.asarray(x, jnp.bfloat16) for x in (query, key, key)]
+    for window, has_giant in zip(windows_of(call_of(*tensors, jnp.ones(8))), giants, strict=True):
+        assert window is None or window > back or not has_giant
+        assert window is not None or has_giant
 
 
 def test_windows_are_short_where_slopes_are_steep() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 
 from alibi_core.backend import models
@@ -139,16 +140,20 @@ class AlibiAttention(Precise, SavesLayers, models.BaseAttention):
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = Dropout(dropout)
         # MLX does not treat arrays as parameters if their names begin with an underscore.
-        slopes, future_slopes = mx.array(self.shape.slopes), self.shape.future_slopes
-        self._slopes = None if learnable_slopes else slopes
-        self._future_slopes = None if future_slopes is None else mx.array(future_slopes)
+        self._future_slopes = None if future_slopes is None else mx.array(self.shape.future_slopes)
+        slopes = np.array(self.shape.slopes, np.float32)  # no values of MLX to evaluate in each call
+        self._fixed_slopes = None if learnable_slopes else slopes
         if learnable_slopes:
-            self.log_slopes = mx.log(slopes)
+            self.log_slopes = mx.log(mx.array(slopes))
 
     @property
     def slopes(self) -> mx.array:
         """The slopes in use, ``[num_heads]`` float32."""
-        return mx.exp(self.log_slopes) if self._slopes is None else self._slopes
+        return mx.exp(self.log_slopes) if self._fixed_slopes is None else mx.array(self._fixed_slopes)
+
+    @property
+    def _current_slopes(self) -> Any:
+        return self.slopes if self._fixed_slopes is None else self._fixed_slopes
 
     @property
     def future_slopes(self) -> mx.array | None:
@@ -192,7 +197,7 @@ class AlibiAttention(Precise, SavesLayers, models.BaseAttention):
                     scores = {"num_heads": num_heads, "q_len": q_len, "kv_len": key.shape[-2]}
                     sees = sees & boolean_mask(namespace_of(query), rules["mask"], {"batch": batch}, scores)
                 rules["mask"] = sees
-            return attention(query, key, value, self.slopes, **rules), None
+            return attention(query, key, value, self._current_slopes, **rules), None
         except Exception:
             # Remove the appended tokens, so that a failed call leaves the cache unchanged.
             if padding is None:
