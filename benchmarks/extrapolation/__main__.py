@@ -70,15 +70,15 @@ def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, 
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print one table per protocol, of means over seeds and, if there are several, half of what lies between these."""
+    """Print one table per protocol: means over seeds, and at most half of how far these lie apart."""
     lengths = results["settings"]["lengths"]
     for protocol, title in PROTOCOLS.items():
-        columns = (*map(str, lengths), "change")
+        columns = (*map(str, lengths), "change", "±")
         table = harness.table(f"{title.splitlines()[0]}: loss in nats a byte", "method", *columns, no_wrap=True)
         for method, found in results["methods"].items():
             losses = np.array([found[protocol][str(length)] for length in lengths])  # [lengths, seeds]
-            cells = [f"{x.mean():.3f}" + f" ± {np.ptp(x) / 2:.3f}" * (len(x) > 1) for x in losses]
-            table.add_row(method, *cells, f"{(losses[-1] - losses[0]).mean():+.3f}")
+            means, apart = losses.mean(axis=1), np.ptp(losses, axis=1).max() / 2
+            table.add_row(method, *(f"{x:.3f}" for x in means), f"{means[-1] - means[0]:+.3f}", f"{apart:.3f}")
         Console().print(table)
 
 
@@ -115,7 +115,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         ax.grid(axis="y", color="#dddddd")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("loss, nats a byte (lower is better)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=5, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     title = f"Trained at {length:,} bytes, tested at up to {lengths[-1]:,}   |   {title}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
     figure.savefig(path, dpi=150)
