@@ -1,4 +1,4 @@
-"""Train the four models, evaluate them at all lengths, and draw the losses."""
+"""Train the five models, evaluate them at all lengths, and draw the losses."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PROTOCOLS = {"non_overlapping": "Non-overlapping segments\nall tokens count", "s
 # Okabe and Ito's palette, which colour-blind readers can distinguish; markers distinguish the lines in print.
 STYLES = {
     "alibi": {"label": "ALiBi", "color": "#0072B2", "marker": "o", "linewidth": 2.8, "zorder": 4},
+    "gates": {"label": "forget gates", "color": "#CC79A7", "marker": "v", "zorder": 3},
     "sinusoidal": {"label": "sinusoidal", "color": "#D55E00", "marker": "s"},
     "rotary": {"label": "rotary", "color": "#009E73", "marker": "^"},
     "none": {"label": "no positions", "color": "#666666", "marker": "D"},
@@ -69,19 +70,20 @@ def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, 
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print one table per protocol."""
+    """Print one table per protocol: means over seeds, and at most half of how far these lie apart."""
     lengths = results["settings"]["lengths"]
     for protocol, title in PROTOCOLS.items():
-        columns = (*map(str, lengths), "change")
+        columns = (*map(str, lengths), "change", "±")
         table = harness.table(f"{title.splitlines()[0]}: loss in nats a byte", "method", *columns, no_wrap=True)
         for method, found in results["methods"].items():
-            losses = [found[protocol][str(length)] for length in lengths]
-            table.add_row(method, *(f"{loss:.3f}" for loss in losses), f"{losses[-1] - losses[0]:+.3f}")
+            losses = np.array([found[protocol][str(length)] for length in lengths])  # [lengths, seeds]
+            means, apart = losses.mean(axis=1), np.ptp(losses, axis=1).max() / 2
+            table.add_row(method, *(f"{x:.3f}" for x in means), f"{means[-1] - means[0]:+.3f}", f"{apart:.3f}")
         Console().print(table)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the loss by length under both protocols, and by position in the longest window."""
+    """Draw the loss by length under both protocols, and by position in the longest window; bands span all seeds."""
     settings, title = results["settings"], results["corpus"]
     length, lengths = settings["train_length"], settings["lengths"]
     figure = Figure(figsize=(13, 4.8), layout="constrained")
@@ -89,7 +91,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for method, found in results["methods"].items():
         line = {"markersize": 5, "linewidth": 1.8} | STYLES[method]
         for ax, protocol in zip(axes, PROTOCOLS, strict=False):
-            ax.plot(lengths, [found[protocol][str(n)] for n in lengths], **line)
+            losses = np.array([found[protocol][str(n)] for n in lengths])  # [lengths, seeds]
+            ax.plot(lengths, losses.mean(axis=1), **line)
+            ax.fill_between(
+                lengths, losses.min(axis=1), losses.max(axis=1), color=line["color"], alpha=0.2, linewidth=0
+            )
         axes[2].plot(*by_half_octave(found["by_position"]), **line | {"markersize": 3.5})
     axes[0].set_title(PROTOCOLS["non_overlapping"], loc="left", fontsize=10.5)
     axes[1].set_title(
@@ -109,7 +115,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         ax.grid(axis="y", color="#dddddd")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("loss, nats a byte (lower is better)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=4, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     title = f"Trained at {length:,} bytes, tested at up to {lengths[-1]:,}   |   {title}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
     figure.savefig(path, dpi=150)
@@ -123,30 +129,41 @@ def by_half_octave(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     return centres, np.array([np.mean(losses[first - 1 : last - 1]) for first, last in spans])
 
 
-def run(settings: Settings, seed: int, output: Path) -> int:
+def run(settings: Settings, seeds: Sequence[int], output: Path) -> int:
     """Train and evaluate all methods, write and print the results; return 1 if a loss is not finite, else 0."""
     start, machine = time.perf_counter(), harness.machine() | {"threads": torch.get_num_threads()}
     training, held_out = standard_library(settings.corpus_bytes, settings.lengths[-1] + settings.scored)
-    methods = {}
-    for method in METHODS:
-        model = build(method, settings.model, seed)
-        losses = train(model, training, settings, seed, method)
-        methods[method] = evaluate(model, held_out, settings) | {"training_loss": losses}
-    derived = {"seed": seed, "vocab_size": VOCAB_SIZE, "lengths": settings.lengths, "stride": settings.stride}
+    runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+    for seed in seeds:
+        for method in METHODS:
+            model = build(method, settings.model, seed)
+            losses = train(model, training, settings, seed, f"{method} {seed}")
+            runs[method].append(evaluate(model, held_out, settings) | {"training_loss": losses})
+    derived = {"seeds": list(seeds), "vocab_size": VOCAB_SIZE, "lengths": settings.lengths, "stride": settings.stride}
     results = {
         "settings": asdict(settings) | derived,
         "corpus": f"Python {'.'.join(platform.python_version_tuple()[:2])} standard library",
         "versions": harness.versions("torch"),
         "machine": machine,
-        "methods": methods,
+        "methods": {method: together(found) for method, found in runs.items()},
         "seconds": time.perf_counter() - start,
     }
     harness.write_json(output / "extrapolation.json", results)
     show(results)
     draw(results, output / "extrapolation.png")
     print(f"{results['seconds']:.0f} s; written to {output}/: extrapolation.json, extrapolation.png")
-    is_finite = all(np.isfinite([*found[x].values()]).all() for found in methods.values() for x in PROTOCOLS)
-    return int(not is_finite)
+    losses = [x for found in results["methods"].values() for kind in PROTOCOLS for x in found[kind].values()]
+    return int(not np.isfinite(losses).all())
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one method's losses by length, ``[seeds]`` each, and its means over seeds by position and by step."""
+    found: dict[str, Any] = {
+        protocol: {length: [run[protocol][length] for run in runs] for length in runs[0][protocol]}
+        for protocol in PROTOCOLS
+    }
+    means = {name: np.mean([run[name] for run in runs], axis=0).tolist() for name in ("by_position", "training_loss")}
+    return found | means
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raw, doc = argparse.RawDescriptionHelpFormatter, benchmarks.extrapolation.__doc__
     parser = argparse.ArgumentParser(prog="python -m benchmarks.extrapolation", description=doc, formatter_class=raw)
     parser.add_argument("--quick", action="store_true", help="smaller models, shorter inputs: a minute or two")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text (default 0)")
+    seeds = "of the weights and of the order of the text; several are averaged (default 0)"
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help=seeds)
     parser.add_argument("--output", type=Path, default=Path("out"), metavar="DIR", help="default %(default)s")
     options = parser.parse_args(arguments)
     return run(QUICK if options.quick else FULL, options.seed, options.output)

@@ -1,7 +1,8 @@
-"""Four language models that differ only in their position method."""
+"""Five language models that differ only in their position method."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,15 +12,24 @@ from torch.nn import functional as F
 from alibi_torch.nn import AlibiConfig, AlibiLanguageModel
 
 VOCAB_SIZE = 256  # bytes
-METHODS = ("alibi", "sinusoidal", "rotary", "none")
+METHODS = ("alibi", "gates", "sinusoidal", "rotary", "none")
 BASE = 10_000.0  # The base of the geometric series of wavelengths, in both papers.
 
 
 def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
-    """Return an untrained model. Models with the same seed have the same initial weights, whatever the method."""
+    """Return an untrained model.
+
+    Models with the same seed have the same initial weights, whatever the method; forget gates have weights of their
+    own besides.
+    """
     torch.manual_seed(seed)
-    if method == "alibi":
-        return AlibiLanguageModel(config, VOCAB_SIZE)
+    if method in ("alibi", "gates"):
+        model = AlibiLanguageModel(config, VOCAB_SIZE)
+        if method == "alibi":
+            return model
+        gated = AlibiLanguageModel(replace(config, forget_gate=True), VOCAB_SIZE)
+        gated.load_state_dict(dict(model.state_dict()), strict=False)  # a plain dict does not ask for the same slopes
+        return gated
     if method == "sinusoidal":
         return SinusoidalLanguageModel(config, VOCAB_SIZE, attention=CausalAttention)
     return AlibiLanguageModel(config, VOCAB_SIZE, attention=partial(CausalAttention, rotary=method == "rotary"))

@@ -56,7 +56,7 @@ class Settings:
 
 
 QUICK = Settings()
-FULL = Settings(256, 4, 192, 8, 4, 16, 600, 2e-3, 16_000_000, 65_536, 64)
+FULL = Settings(256, 3, 128, 8, 4, 16, 600, 2e-3, 16_000_000, 65_536, 64)
 
 
 def standard_library(max_bytes: int, held_out_bytes: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def train(model: nn.Module, text: Tensor, settings: Settings, seed: int, name: s
     piece = torch.arange(settings.train_length + 1)
     losses = []
     model.train()
-    for _ in trange(settings.steps, desc=f"{name:10}", mininterval=1 if sys.stderr.isatty() else 10):
+    for _ in trange(settings.steps, desc=f"{name:12}", mininterval=1 if sys.stderr.isatty() else 10):
         starts = torch.randint(len(text) - settings.train_length, (settings.batch_size, 1), generator=draws)
         batch = text[starts + piece].long()  # [batch, train_length + 1]
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
