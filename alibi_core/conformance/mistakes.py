@@ -76,7 +76,7 @@ def padded(c: Any, x: Values, n: int) -> Values:
 def subtracted(c: Any, x: Values) -> Values:
     """Return sums of gates as differences of float32 sums from the start; those behind a closed gate stay -inf."""
     sums = rounded(np.cumsum(np.where(c.gates == -np.inf, 0.0, c.gates), axis=-1), "float32")[:, :, None]
-    at = np.broadcast_to(c.nearest, (*x.shape[:3], 1))
+    at = np.broadcast_to(np.clip(c.q_positions, 0, c.kv_len - 1), (*x.shape[:3], 1))
     return np.where(x == -np.inf, x, np.take_along_axis(np.broadcast_to(sums, x.shape), at, axis=-1) - sums)
 
 
@@ -216,7 +216,7 @@ mistake("key's own gate counted", "The key's own gate counts for it, too: sums o
         "the next token.", forgotten=lambda c, x: x + c.gates[:, :, None],
         d_log_gates=lambda c, x: x + c.is_token * (c.counted * c.d_scores).sum(axis=2))
 mistake("query's gate left out", "The query's own gate is left out: sums of gates go up to it, and hold it.",
-        counted=lambda c, x: c.k_positions < c.nearest)
+        counted=lambda c, x: c.k_positions < c.q_positions)
 mistake("gates summed from the start", "Sums of gates are differences of float32 sums from the start, which lose the "
         "digits of what was forgotten last: sum from a near token, or in float64.", forgotten=subtracted)
 mistake("next head's gates", "Each head has the gates of the next one: the head index is off by one.",

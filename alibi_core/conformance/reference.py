@@ -79,7 +79,6 @@ class Computation:
     log_gates: Any
     is_token: Any
     gates: Values
-    nearest: Values
 
     def __init__(
         self,
@@ -189,12 +188,11 @@ def rate_of(c: Computation) -> Values:
 def forget(c: Computation) -> Values:
     """Compute the sums of the gates after each key up to the query, ``[batch, num_heads, q_len, kv_len]``.
 
-    Gates of keys that are hidden from all queries count as 0. A query beside the keys stands at the nearest one.
+    Gates of keys that are hidden from all queries count as 0.
     """
     c.is_token = True if c.mask is None or c.mask.shape[2] > 1 else c.mask[:, :, 0]
     c.gates = np.where(c.is_token, c.log_gates, 0.0)
-    c.nearest = np.clip(c.q_positions, 0, max(c.kv_len - 1, 0))
-    c.step("counted", c.k_positions <= c.nearest)
+    c.step("counted", c.k_positions <= c.q_positions)
     # Terms of one sign, from the query back: no sum is a difference of larger ones.
     counted = np.where(c.counted, c.gates[:, :, None], 0.0)[..., ::-1]
     sums = np.cumsum(counted, axis=-1, dtype=np.longdouble)[..., ::-1].astype(np.float64)

@@ -153,6 +153,10 @@ def test_constant_gates_are_alibi_and_gradients_of_gates_are_those_of_finite_dif
     for name, expected in (case.gradients("float64") | {"output": case.exact("float64").output}).items():
         actual = -found["log_gates"].value.sum(axis=(0, 2)) if name == "slopes" else found[name].value
         np.testing.assert_allclose(actual, expected.value, rtol=1e-12, atol=1e-14)
+    # Keys that were forgotten cost nothing.
+    large = Case(Sizes(1, 2, 1, (6, 130), 4), gates="large")
+    budgets = [x.exact("float32").output.budget for x in (large, dataclasses.replace(large, gates=None))]
+    assert (budgets[0] <= 2 * budgets[1].max()).all()
     gated = dataclasses.replace(case, gates="strong", masking="by key")
     gradient, given = gated.gradients("float64")["log_gates"].value, gated.arguments
     for index in np.ndindex(gradient.shape):
