@@ -31,10 +31,11 @@ FEATURES = {
     "pair_masks": "a mask that differs from query to query",
     "batch_slopes": "slopes [batch, num_heads]",
     "scale": "scale",
+    "log_gates": "log_gates [batch, num_heads, kv_len], beside slopes, with is_causal=True",
     "points": "positions, a pair of arrays [batch, length] or [batch, length, dims], with distance and law",
     "nowhere": "zeros for a query that sees no key",
     "empty": "lengths of 0",
-    "slope_gradients": "the gradient of slopes",
+    "slope_gradients": "the gradients of slopes and gates",
     "some_gradients": "wrt, the names of the arguments whose gradients are asked for",
     "continuations": "caches that stay as they are, so that two sequences may go on from one",
 }
@@ -47,6 +48,7 @@ _PARAMETERS = {
     "mask": "mask",
     "pair_masks": "mask",
     "scale": "scale",
+    "log_gates": "log_gates",
     "points": "positions",
 }
 _BASE = ("slopes", "grad_output", "is_causal", "q_offset")
@@ -100,9 +102,9 @@ class Adapter(Protocol):
 
         Query, key and value are passed by position, the rest by name.
 
-        ``future_slopes``, ``window_size``, ``segment_ids``, ``mask``, ``scale`` and ``positions`` (with ``distance``
-        and ``law``) are passed by name in cases that need them, if the function has the parameter and the adapter
-        offers the feature. A function without the parameter ``slopes`` must use the slopes of its contract.
+        ``future_slopes``, ``window_size``, ``segment_ids``, ``mask``, ``scale``, ``log_gates`` and ``positions`` (with
+        ``distance`` and ``law``) are passed by name in cases that need them, if the function has the parameter and the
+        adapter offers the feature. A function without the parameter ``slopes`` must use the slopes of its contract.
         """
 
     def attention_grad(

@@ -15,7 +15,7 @@ from alibi_core.conformance.oracle import Answer, rounded
 from alibi_core.conformance.reference import TENSORS, Values
 
 MASKED = -30_000.0  # a bias at or below this counts as -inf; the lowest float16 is -65504
-GRADIENTS = (*TENSORS, "slopes", "future_slopes")
+GRADIENTS = (*TENSORS, "slopes", "future_slopes", "log_gates")
 
 
 class CallError(Exception):
@@ -86,7 +86,8 @@ class Caller:
         options |= {} if case.wrt is None else {"wrt": case.wrt}
         result = self._call("attention_grad", *self._tensors(case.arrays), **options)
         if isinstance(result, tuple | list):  # in the order of wrt, or of the parameters
-            result = dict(zip(case.wrt or GRADIENTS, result, strict=False))
+            taken = [name for name in GRADIENTS if self.offer.takes("attention_grad", name)]
+            result = dict(zip(case.wrt or taken, result, strict=False))
         if not isinstance(result, Mapping):
             what = type(result).__name__
             raise CallError("returned", f"attention_grad returned {what}, expected a dict or a tuple of arrays")
@@ -118,7 +119,7 @@ class Caller:
         return [self.tensor(arrays[name]) for name in TENSORS]
 
     def _wide(self, values: Values) -> Values:
-        """Return slopes as float32, or float64 for a float64 adapter."""
+        """Return slopes or gates as float32, or float64 for a float64 adapter."""
         return np.asarray(values, np.float64 if self.offer.dtype == "float64" else np.float32)
 
     def _arguments(self, function: str, case: Case) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class Caller:
         q_len, kv_len = case.sizes.lengths
         base: dict[str, Any] = {"q_offset": kv_len - q_len, "is_causal": True, "slopes": case.arrays["slopes"]}
         options = base | case.arguments
-        options |= {name: self._wide(x) for name, x in options.items() if "slopes" in name}
+        options |= {name: self._wide(x) for name, x in options.items() if name in GRADIENTS}
         if "segment_ids" in options:
             options["segment_ids"] = case.segment_ids
         if "mask" in options:

@@ -38,6 +38,23 @@ POINTS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
         np.arange(shape[1])[:, None] == 0, np.nan, rng.normal(0, 4, (*shape, 2))
     ).astype(np.float32),
 }
+# Logarithms of forget gates, [batch, num_heads, kv_len].
+GATES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
+    "constant": lambda rng, shape: np.broadcast_to(-rng.choice([0.0625, 0.3, 1.0], (*shape[:2], 1)), shape),
+    "open": lambda rng, shape: np.zeros(shape),
+    "strong": lambda rng, shape: -5 * rng.random(shape) ** 4,
+    "huge": lambda rng, shape: -1e4 * rng.random(shape) ** 30,
+    "closed": lambda rng, shape: np.where(rng.random(shape) < 0.2, -np.inf, -0.3 * rng.random(shape)),
+    "late": lambda rng, shape: np.where(
+        np.arange(shape[2]) > shape[2] // 2, rng.choice([-np.inf, -1e6, -0.3], shape), 0.0
+    ),
+    # One gate after another that makes the running sum up to a million: any order of additions gives the same sums.
+    "large": lambda rng, shape: np.where(
+        np.arange(shape[2]) == shape[2] // 3,
+        -(10.0 ** rng.uniform(4, 6, (*shape[:2], 1))),
+        np.where(np.arange(shape[2]) == 2 * shape[2] // 3, -rng.uniform(0.2, 0.5, (*shape[:2], 1)), 0.0),
+    ),
+}
 COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
 
 
@@ -91,6 +108,7 @@ class Case:
     cotangent: str = "random"  # or another name in COTANGENTS
     wrt: tuple[str, ...] | None = None  # names of the gradients to compute; None for all
     points: tuple[str, str, str] | None = None  # one of POINTS, or "indices"; a distance, and a law
+    gates: str | None = None  # a name in GATES
 
     def __str__(self) -> str:
         size, (q_len, kv_len) = self.sizes, self.sizes.lengths
@@ -106,6 +124,7 @@ class Case:
                 words.append(f"{name} {value}")
         slopes = self.arrays["slopes"]
         words += [f"slopes {np.round(slopes, 7).tolist()}"] if slopes.size <= 8 else []
+        words += [f"{self.gates} gates"] if self.gates is not None else []
         words += [f"{self.data} data"] if self.data != "normal" else []
         words += [f"grad_output of {self.cotangent}"] if self.cotangent != "random" else []
         words += [f"gradients of {' and '.join(self.wrt)} alone"] if self.wrt is not None else []
@@ -220,6 +239,8 @@ class Case:
             of_heads = (*(1,) * (batch == heads), heads, q_len, kv_len)
             shape = {"by head": of_heads, "by key": (batch, 1, 1, kv_len)}.get(self.masking)
             arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
+        if self.gates is not None:
+            arguments["log_gates"] = GATES[self.gates](rng, (batch, self.num_heads, kv_len)).astype(np.float32)
         return arguments
 
     @property
@@ -249,10 +270,11 @@ class Case:
         c = Computation((), {}, **self.call(dtype))
         tensors, bias = (c.query, c.key, c.value), masked_bias(c)
         largest = largest_bias(c) if counted_from_anywhere else None
-        return Attention(*tensors, bias, self.scale, dtype, largest_bias=largest, share=share)
+        further = {"largest_bias": largest, "forgotten": c.forgotten, "share": share}
+        return Attention(*tensors, bias, self.scale, dtype, **further)
 
     def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
-        """Return the exact gradients by query, key, value, slopes and future slopes.
+        """Return the exact gradients by query, key, value, slopes, future slopes and gates.
 
         Args:
             dtype: Dtype of the tensors.
@@ -264,8 +286,10 @@ class Case:
         compute_bias(c)
         for name, multiplied in distances(c).items():
             found = problem.gradients(c.grad_output, multiplied)
-            answer, _ = found.pop("slopes"), found.pop("log_gates")
+            answer, by_gates = found.pop("slopes"), found.pop("log_gates")
             answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
+        if c.log_gates is not None:
+            answers["log_gates"] = Answer(by_gates.value * c.is_token, by_gates.budget)
         return answers
 
 
@@ -296,6 +320,7 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "masking": (("by query", "by key", "by head"), ()),
     "scaling": ((0.25, 1.0, 2.0**-5, 0.0), ()),
     "slopes_per_batch": ((True,), ()),
+    "gates": (tuple(GATES), ()),
 }
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -323,7 +348,7 @@ def draw_case(
     """Draw a case: each option that features allow with probability 1/2, and one value each of ``more``."""
     options = {"form": choose(forms)} | {name: choose(values) for name, values in more.items()}
     for name, values in option_values(frozenset(features), is_dense=is_dense).items():
-        if choose((False, True)):
+        if (name != "gates" or options["form"] == "causal") and choose((False, True)):
             options[name] = choose(values)
     return Case(choose(sizes), **options)
 

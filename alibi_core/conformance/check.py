@@ -167,6 +167,7 @@ _PROBES = {
     "pair_masks": Case(SQUARE, masking="by query"),
     "wide_heads": Case(Sizes(1, 1, 1, (2, 2), 264)),
     "scale": Case(SQUARE, scaling=0.25),
+    "log_gates": Case(SQUARE, gates="strong"),
     "points": Case(SQUARE, points=("line", "manhattan", "linear")),
     "empty": Case(Sizes(2, 3, 1, (0, 0), 5)),
 }

@@ -45,6 +45,8 @@ LONG_IDS = np.asarray(((0, 0, 0, 1, 1, 1, 2, 2, 2), (3, 3, 5, 5, 5, 5, 5, 0, 0))
 NOWHERE_IDS = tuple(np.asarray([x] * 2, np.int32) for x in ((0, 1, 1, 1, 4, 4, 4), (0, 0, 1, 1, 2, 2, 2)))
 TIMES = np.cumsum(_rng.uniform(0, 4, (2, 7)), axis=1).astype(np.float32)
 PATCHES = _rng.uniform(-3, 3, (2, 7, 2)).astype(np.float32)
+GATES = -_rng.uniform(0.1, 2, (2, 6, 7)).astype(np.float32)
+LARGE_GATES = np.where(np.arange(7) == 1, np.float32(-300_000), GATES * (np.arange(7) == 4))
 WITHOUT = np.where(np.arange(7)[:, None] == 2, np.nan, PATCHES).astype(np.float32)  # a token without a position
 
 # The probes of attention and gradients, the simplest first: (q_len, kv_len), and further arguments of make_case.
@@ -99,6 +101,8 @@ PROBES: tuple[tuple[tuple[int, int], dict[str, Any]], ...] = (
         ((7, 7), SYMMETRIC | {"positions": (x, x), "distance": "euclidean", "law": "linear"})
         for x in (PATCHES, WITHOUT)
     ),
+    *((lengths, {"log_gates": GATES}) for lengths in ((7, 7), (4, 7))),
+    ((7, 7), {"log_gates": LARGE_GATES, "slopes": FLAT}),
     ((5, 11), {"q_offset": 1_000_000}),
 )
 BIASES = ((7, 7), (4, 11), (11, 5), (1, 9), (130, 130), (2, 523))
@@ -203,7 +207,8 @@ def probe(
 def of_cases(trial: Trial, function: str, *cases: Case) -> list[Probe]:
     """Return the probe of ``attention`` in these cases in order, or those of ``attention_grad`` in one case.
 
-    The gradients of slopes are a probe of their own: they may be wrong beside a mistake that explains the others.
+    The gradients of slopes and gates are a probe of their own: they may be wrong beside a mistake that explains the
+    others.
     """
     if function == "attention":
         return probe(trial, lambda x: {str(i): x.attention(case) for i, case in enumerate(cases)}, *cases)
@@ -213,7 +218,7 @@ def of_cases(trial: Trial, function: str, *cases: Case) -> list[Probe]:
     made = [dataclasses.replace(x, tolerance=8 * x.tolerance, scores=3 * (x.scores + CALL)) for x in made]
     probes = list[Probe]()
     for x, by_slopes in itertools.product(made, (False, True)):
-        found = {name: y for name, y in x.found.items() if ("slopes" in name) is by_slopes}
+        found = {name: y for name, y in x.found.items() if (name not in TENSORS) is by_slopes}
         shared: dict[str, Any] = {"calls": 0, "scores": 0} if by_slopes else {}  # both have the first one's simulations
         probes += [dataclasses.replace(x, found=found, **shared)] if found else []
     return probes

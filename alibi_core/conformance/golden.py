@@ -22,7 +22,7 @@ from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, 
 from alibi_core.conformance.reference import TENSORS, Values
 from alibi_core.conformance.report import Counterexample, LawReport, Report
 
-FORMAT, VERSION = "alibi-golden", 4
+FORMAT, VERSION = "alibi-golden", 5
 INDEX, ABOUT = "index.json", "FORMAT.md"
 DTYPES = tuple(UNIT_ROUNDOFF)
 MOST_HEADS = 128
@@ -86,6 +86,10 @@ ATTENTION: tuple[tuple[str, str, Case, tuple[float, ...] | None], ...] = (
      Case(SQUARE, "symmetric", points=("class token", "euclidean", "sqrt")), ()),
     ("class_token_segments", "the same, with packed sequences",
      Case(FEWER, "symmetric", packing="pair", points=("class token", "manhattan", "linear")), ()),
+    ("gates", "forget gates, and slopes beside them", Case(GROUPED, gates="strong"), ()),
+    ("gates_closed", "closed gates in place of slopes, in packed sequences, and a mask of keys",
+     Case(FEWER, packing="pair", masking="by key", gates="closed"), (0.0,)),
+    ("gates_large", "sums of gates up to a million", Case(Sizes(1, 2, 1, (6, 130), 4), gates="large"), (0.0, 0.0625)),
     ("everything", "most of the above at once",
      Case(Sizes(2, 2, 2, (7, 11), 3), "asymmetric", -FAR, 6, "pair", "by head", True, scaling=0.75, seed=3), None),
 )
@@ -278,7 +282,7 @@ def _options(case: Case) -> dict[str, Values]:
     options |= {
         name: x
         for name, x in case.arguments.items()
-        if name in ("future_slopes", "mask", "q_offset") and isinstance(x, np.ndarray)
+        if name in ("future_slopes", "mask", "q_offset", "log_gates") and isinstance(x, np.ndarray)
     }
     if "segment_ids" in case.arguments:
         options["q_segment_ids"], options["kv_segment_ids"] = case.segment_ids

@@ -22,7 +22,17 @@ import alibi_core
 from alibi_core._slopes import slope_values
 from alibi_core.conformance.adapter import MOST_TOKENS
 from alibi_core.conformance.caller import GRADIENTS, CallError, DepartureError, decoded
-from alibi_core.conformance.case import COTANGENTS, FORMS, PER_BATCH, SMALL, Case, Sizes, draw_case, option_values
+from alibi_core.conformance.case import (
+    COTANGENTS,
+    FORMS,
+    GATES,
+    PER_BATCH,
+    SMALL,
+    Case,
+    Sizes,
+    draw_case,
+    option_values,
+)
 from alibi_core.conformance.data import DATA
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF, Answer
 from alibi_core.conformance.reference import TENSORS, make_bias
@@ -233,6 +243,41 @@ def points(trial: Trial) -> Iterator[Case]:
     yield from trial.seeded(POINT_CASES)
 
 
+GATED = (PLAIN[1], SQUARE, FEWER, GROUPED[-1], LONG)  # sizes of each law of forget gates
+
+
+def gate_law(name: str, statement: str, *kinds: str) -> Law:
+    """Return a law of forget gates of these kinds."""
+
+    def cases(trial: Trial) -> Iterator[Case]:
+        sizes = [size for size in GATED if trial.offers(Case(size))]
+        yield from trial.seeded(Case(size, gates=kind) for size in sizes for kind in kinds)
+
+    return Law(f"{name}_gates", statement, "attention", frozenset({"log_gates"}), holding(Trial.attention, cases))
+
+
+GATE_LAWS = (
+    gate_law("constant", "Constant gates are ALiBi, beside slopes or in place of them", "constant"),
+    gate_law("open", "A gate of 0 forgets nothing", "open"),
+    gate_law("closed", "A closed gate hides the past from its token and all later ones", "closed"),
+    gate_law("late", "A gate changes nothing for the queries before it", "late"),
+    gate_law("large", "Sums of gates are exact, however much was forgotten before them", "large", "huge"),
+)
+
+
+@attention_law("log_gates")
+def gates(trial: Trial) -> Iterator[Case]:
+    """The score of a key is lowered by the gates after it up to the query, but those of masked tokens."""
+    yield from trial.seeded(Case(size, gates="strong") for size in (UNEQUAL[1], LONGER[1], LONGER[3]))
+    changes: tuple[dict[str, Any], ...] = (
+        *({"packing": x} for x in ("same", "mixed")),
+        *({"masking": x} for x in ("by key", "by query", "by head")),
+        *({"q_offset": x} for x in (-3, 0, 13, PER_BATCH)),
+        *({"window_size": 3}, {"slopes_per_batch": True}),
+    )
+    yield from (Case(SQUARE, gates=kind, **x) for x in changes for kind in ("strong", "closed"))
+
+
 @attention_law()
 def combined(trial: Trial) -> Iterator[Case]:
     """All features that are offered work together."""
@@ -413,8 +458,9 @@ def independent(trial: Trial) -> None:
 
 def all_gradients(trial: Trial) -> tuple[str, ...]:
     """Return the names of the gradients that the adapter offers."""
-    has_slopes = "slope_gradients" in trial.features and trial.offer.takes("attention_grad", "slopes")
-    return GRADIENTS if has_slopes else TENSORS
+    has_slopes = trial.offer.takes("attention_grad", "slopes")
+    names = GRADIENTS if "slope_gradients" in trial.features else TENSORS
+    return tuple(name for name in names if has_slopes or "slopes" not in name)
 
 
 def hold_gradients(trial: Trial, case: Case, names: tuple[str, ...] = ()) -> None:
@@ -443,7 +489,7 @@ def gradients(trial: Trial) -> Iterator[Case]:
     yield from (Case(SQUARE, masking=masking, seed=1) for masking in ("by query", "by key"))
 
 
-@law("attention_grad", "slope_gradients", hold=functools.partial(hold_gradients, names=GRADIENTS[3:]))
+@law("attention_grad", "slope_gradients", hold=functools.partial(hold_gradients, names=GRADIENTS[3:5]))
 def slope_gradients(trial: Trial) -> Iterator[Case]:
     """The gradients of slopes, on both sides, are exact to rounding."""
     yield from short_gradients(trial)
@@ -464,6 +510,14 @@ def point_gradients(trial: Trial) -> Iterator[Case]:
     yield from POINT_CASES
 
 
+@gradient_law("log_gates")
+def gate_gradients(trial: Trial) -> Iterator[Case]:
+    """All gradients are exact to rounding with gates, the gradients of gates too."""
+    sizes = [size for size in GATED if trial.offers(Case(size))]
+    yield from (Case(size, gates=kind, seed=trial.seed) for size in sizes for kind in GATES)
+    yield from (Case(SQUARE, gates="strong", masking=masking) for masking in ("by key", "by query"))
+
+
 @gradient_law()
 def large_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding with many batch entries, heads, features or tokens, too."""
@@ -482,13 +536,15 @@ def cotangents(trial: Trial) -> Iterator[Case]:
 @gradient_law("some_gradients")
 def some_gradients(trial: Trial) -> Iterator[Case]:
     """The gradients of some arguments alone are exact to rounding, whatever grad_output is."""
-    names = all_gradients(trial)[:4]
+    names = [name for name in all_gradients(trial) if name in (*TENSORS, "slopes")]
     asked = (*((name,) for name in names), *itertools.combinations(names, 2), TENSORS)
     for wrt in asked:
         for cotangent in ("ones", "random", "one row", "one element") if len(wrt) == 1 else ("ones",):
             yield Case(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt)
     if "slopes" in names:
         yield Case(SQUARE, "asymmetric", seed=trial.seed, wrt=("future_slopes",))
+    if "slope_gradients" in trial.features:
+        yield Case(SQUARE, gates="strong", seed=trial.seed, wrt=("log_gates",))
     yield from drawn_gradients(trial, 0.25, wrt=asked, cotangent=COTANGENTS)
 
 
@@ -609,7 +665,17 @@ def conduct(trial: Trial) -> None:
 LAWS = (
     *(slopes, causal_bias, symmetric_bias),
     *FEATURE_LAWS,
-    *(points, combined, long, large, precision, nowhere, empty, independent),
-    *(gradients, slope_gradients, point_gradients, long_gradients, large_gradients, cotangents, some_gradients),
+    *GATE_LAWS,
+    *(gates, points, combined, long, large, precision, nowhere, empty, independent),
+    *(
+        gradients,
+        slope_gradients,
+        gate_gradients,
+        point_gradients,
+        long_gradients,
+        large_gradients,
+        cotangents,
+        some_gradients,
+    ),
     *(decoding, long_decoding, continuations, conduct),
 )

@@ -13,6 +13,7 @@ import numpy as np
 import alibi_core
 from alibi_core._arrays import checks
 from alibi_core.conformance.adapter import FEATURES, MOST_TOKENS
+from alibi_core.conformance.caller import GRADIENTS
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF
 from alibi_core.conformance.reference import TENSORS, Values
 
@@ -58,7 +59,7 @@ class BackendAdapter:
         library: Library of the function's arrays.
         attention: ``attention(query, key, value, slopes, **arguments)``.
         dtype: Name of the dtype of tensors.
-        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``.
+        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``, and its gates so, too.
         cached: Decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads first,
             for sequences of at most ``MAX_LENGTH`` tokens. Default: no decoding.
         lacks: The names in ``FEATURES`` that the functions do not have.
@@ -127,7 +128,7 @@ class BackendAdapter:
         """Return the library's gradients."""
         inputs = {name: self._tensor(x) for name, x in (("query", query), ("key", key), ("value", value))}
         inputs |= {"slopes": self._place(slopes), **self._arguments(query, key, arguments)}
-        names = (*TENSORS, "slopes", "future_slopes") if "slope_gradients" in self.features else TENSORS
+        names = GRADIENTS if "slope_gradients" in self.features else TENSORS
         wrt = wrt or tuple(name for name in names if name in inputs)
         # A constant weight is passed as a number, so that a compiler sees a constant.
         is_constant = grad_output.size > 0 and bool((grad_output == grad_output.flat[0]).all())
@@ -146,13 +147,15 @@ class BackendAdapter:
         return self._library.numpy(result), cache
 
     def _tensor(self, values: Values) -> Any:
-        return self._library.array(np.swapaxes(values, 1, 2) if self._length_first else values, self.dtype)
+        return self._library.array(self._laid_out(values), self.dtype)
+
+    def _laid_out(self, values: Values) -> Values:
+        return np.swapaxes(values, 1, 2) if self._length_first else values
 
     def _result(self, result: Any, like: Any) -> Values:
         if result.dtype != like.dtype:
             raise TypeError(f"{result.dtype} came of {like.dtype}")
-        values = self._library.numpy(result)
-        return np.swapaxes(values, 1, 2) if self._length_first else values
+        return self._laid_out(self._library.numpy(result))
 
     def _place(self, values: Any) -> Any:
         if isinstance(values, tuple):
@@ -163,7 +166,7 @@ class BackendAdapter:
         """Return the arguments as arrays of the library, without arguments that have their default value."""
         defaults = {"is_causal": True, "q_offset": key.shape[2] - query.shape[2]}
         return {
-            name: self._place(x)
+            name: self._place(self._laid_out(x) if name == "log_gates" else x)
             for name, x in arguments.items()
             if name not in defaults or isinstance(x, np.ndarray) or x != defaults[name]
         }

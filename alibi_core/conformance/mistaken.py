@@ -14,7 +14,7 @@ from alibi_core.conformance.adapter import FEATURES, FUNCTIONS, Offer
 from alibi_core.conformance.caller import Caller
 from alibi_core.conformance.mistakes import CATALOGUE
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF, rounded
-from alibi_core.conformance.reference import Active, Computation, Values
+from alibi_core.conformance.reference import TENSORS, Active, Computation, Values
 
 
 class Mistaken:
@@ -79,7 +79,7 @@ class Mistaken:
         with np.errstate(all="ignore"):
             found = reference.differentiate(Computation(made, state, query, key, value, slopes, **arguments))
         kept = {name: x for name, x in found.items() if wrt is None or name in wrt}
-        return {name: x.astype(self._own) if "slopes" in name else self._stored(x) for name, x in kept.items()}
+        return {name: self._stored(x) if name in TENSORS else x.astype(self._own) for name, x in kept.items()}
 
     def decode_step(self, query: Values, key: Values, value: Values, slopes: Values, cache: Any) -> tuple[Values, Any]:
         """Return the output of the next tokens, and all keys and values so far."""

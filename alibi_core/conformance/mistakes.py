@@ -67,10 +67,17 @@ def never_rescaled(c: Any, size: int) -> Values:
 
 
 def padded(c: Any, x: Values, n: int) -> Values:
-    """Return keys or values zero-padded to a multiple of ``n`` tokens; unchanged with a mask or segments."""
-    if c.mask is not None or c.segment_ids is not None:
+    """Return keys or values zero-padded to a multiple of ``n`` tokens; unchanged with a mask, segments or gates."""
+    if c.mask is not None or c.segment_ids is not None or c.log_gates is not None:
         return x
     return np.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % n), (0, 0)))
+
+
+def subtracted(c: Any, x: Values) -> Values:
+    """Return sums of gates as differences of float32 sums from the start; those behind a closed gate stay -inf."""
+    sums = rounded(np.cumsum(np.where(c.gates == -np.inf, 0.0, c.gates), axis=-1), "float32")[:, :, None]
+    at = np.broadcast_to(np.clip(c.q_positions, 0, c.kv_len - 1), (*x.shape[:3], 1))
+    return np.where(x == -np.inf, x, np.take_along_axis(np.broadcast_to(sums, x.shape), at, axis=-1) - sums)
 
 
 def appended(c: Any) -> bool:
@@ -202,6 +209,20 @@ mistake("NaN where nowhere to look", "Queries that see no key get NaN: the softm
         **dict.fromkeys(("weights", "output"), lambda c, x: np.where(unseen(c), np.nan, x)))
 mistake("mean where nowhere to look", "Queries that see no key get the mean of all values: masked scores are finite "
         "and all the same. Give zeros.", weights=lambda c, x: np.where(unseen(c), 1 / max(c.kv_len, 1), x))
+
+# --- Forget gates -----------------------------------------------------------------------------------------------------
+
+mistake("key's own gate counted", "The key's own gate counts for it, too: sums of gates are off by one. They begin at "
+        "the next token.", forgotten=lambda c, x: x + c.gates[:, :, None],
+        d_log_gates=lambda c, x: x + c.is_token * (c.counted * c.d_scores).sum(axis=2))
+mistake("query's gate left out", "The query's own gate is left out: sums of gates go up to it, and hold it.",
+        counted=lambda c, x: c.k_positions < c.q_positions)
+mistake("gates summed from the start", "Sums of gates are differences of float32 sums from the start, which lose the "
+        "digits of what was forgotten last: sum from a near token, or in float64.", forgotten=subtracted)
+mistake("next head's gates", "Each head has the gates of the next one: the head index is off by one.",
+        log_gates=lambda c, x: np.roll(x, -1, axis=1), d_log_gates=lambda c, x: np.roll(x, 1, axis=1))
+mistake("gates without logarithm", "A gate f is added in place of its logarithm: add log f, log_sigmoid of the logit.",
+        log_gates=lambda c, x: np.exp(x), d_log_gates=lambda c, x: x * c.log_gates)
 
 # --- Heads, the scale, the softmax ------------------------------------------------------------------------------------
 

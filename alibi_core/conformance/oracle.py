@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance.reference import Computation, Values, compute_bias, softmax
+from alibi_core.conformance.reference import Computation, Values, compute_bias, highest_of, softmax
 
 U32 = 2.0**-24  # unit roundoff of float32
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": U32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -45,7 +45,9 @@ def rounded(values: Any, dtype: str) -> Values:
 def masked_bias(c: Computation) -> Values:
     """Return the bias of a computation, ``[batch, heads, q_len, kv_len]``, -inf where masked."""
     compute_bias(c)
-    return np.where(c.visible, c.bias, -np.inf)
+    bias = np.where(c.visible, c.bias, -np.inf)
+    # Softmax ignores what a row's biases have in common: far from all keys, it would cost the digits of sums of gates.
+    return bias if c.forgotten is None else bias - highest_of(bias) + c.forgotten
 
 
 def largest_bias(c: Computation) -> Values:
@@ -129,6 +131,8 @@ class Attention:
     dtype: str
     # The largest size of a bias, [batch, heads, 1, 1], if it may be counted from any token of the row.
     largest_bias: Values | None = field(default=None, kw_only=True)
+    # The part of the bias that is sums of gates, [batch, heads, q_len, kv_len], each of them computed by itself.
+    forgotten: Values | None = field(default=None, kw_only=True)
     share: float = field(default=0.0, kw_only=True)  # keys that together hold this share of a row may be left out
 
     @property
@@ -150,16 +154,10 @@ class Attention:
     def _visible(self) -> Values:
         return np.asarray(self.bias > -np.inf)
 
-    @property
-    def _highest(self) -> Values:
-        """The largest bias of each row, ``[batch, heads, q_len, 1]``; 0 if all keys are masked."""
-        highest = self.bias.max(axis=-1, keepdims=True, initial=-np.inf)
-        return np.where(highest > -np.inf, highest, 0)
-
     @cached_property
     def weights(self) -> Values:
         """The softmax weights, ``[batch, heads, q_len, kv_len]``; zeros in fully masked rows."""
-        return softmax(self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - self._highest))
+        return softmax(self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - highest_of(self.bias)))
 
     @cached_property
     def _score_error(self) -> Values:
@@ -168,8 +166,9 @@ class Attention:
         Errors that are constant along the row do not count, because softmax ignores them: only the differences of
         biases along the row must be exact.
         """
-        # How far each bias lies below the row's largest.
-        falls = np.where(self._visible, self._highest - np.where(self._visible, self.bias, 0), 0)
+        # How far each bias lies below the row's largest, without gates.
+        bias = self.bias - self._sums
+        falls = np.where(self._visible, highest_of(bias) - np.where(self._visible, bias, 0), 0)
         falls = falls if self.largest_bias is None else np.maximum(falls, self.largest_bias)
         products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
         # Roundings of a scaled product of head_dim terms, and of the bias.
@@ -177,9 +176,27 @@ class Attention:
         return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
 
     @property
+    def _sums(self) -> Any:
+        return 0.0 if self.forgotten is None else np.where(self._visible, self.forgotten, 0)
+
+    @cached_property
+    def _gate_error(self) -> Any:
+        """A bound of the error of each score by its sum of gates, and of the row's mean of it, in units of roundoff.
+
+        A sum is off by two units in the last place, which are four of roundoff; two additions round it again. Sums of
+        different sizes meet in a row, so the error of each counts with its own weight: large ones have none.
+        """
+        if self.forgotten is None:
+            return 0.0
+        own = -6 * self._sums
+        return own + (self.weights * own).sum(axis=-1, keepdims=True)
+
+    @property
     def _weight_terms(self) -> Terms:
-        # The error of a tiny weight is half the spacing of denormals, not a share of the weight.
-        return Terms(self.weights, self._score_error * self.weights, self.weights, self._visible * 1)
+        # The error of a tiny weight is half the spacing of denormals, not a share of the weight. Errors of scores count
+        # twice, for the score and for the row's mean, which those of gates hold already.
+        by_score = (self._score_error + self._gate_error / 2) * self.weights
+        return Terms(self.weights, by_score, self.weights, self._visible * 1)
 
     @property
     def output(self) -> Answer:
@@ -227,7 +244,11 @@ class Attention:
         sizes = w * (d_sizes + (w * d_sizes).sum(axis=-1, keepdims=True))
         # Errors of tiny weights propagate through the products below; two stored products may be tiny themselves.
         tiny = self._visible * (2 + d_sizes + d_sizes.sum(axis=-1, keepdims=True))
-        by_score = Terms(d_scores, self._score_error * sizes, sizes, tiny)
+        errors = self._score_error * sizes
+        if self.forgotten is not None:  # a weight's error in both of its places, which count six times below, not 3 / 2
+            moved_mean = (w * self._gate_error * d_sizes).sum(axis=-1, keepdims=True)
+            errors = errors + (self._gate_error * sizes + w * moved_mean) / 4
+        by_score = Terms(d_scores, errors, sizes, tiny)
         terms = {
             "query": by_score.times(self.keys).scaled(self.scale),
             "key": by_score.map(_transposed).times(self.query).map(self._per_kv_head).scaled(self.scale),

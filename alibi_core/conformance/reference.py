@@ -41,6 +41,7 @@ CONDITIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "mask": ("where keys are masked", lambda c: c.mask is not None),
     "batch_slopes": ("with slopes for each batch entry", lambda c: not c.shares_slopes),
     "scale": ("where scale is given", lambda c: c.scale is not None),
+    "log_gates": ("with log_gates", lambda c: c.log_gates is not None),
     "points": ("where positions are given", lambda c: c.positions is not None),
     "long": ("in long rows", lambda c: c.kv_len > 64),
 }
@@ -75,6 +76,9 @@ class Computation:
     kv_ids: Values
     keys_by_head: Values
     values_by_head: Values
+    log_gates: Any
+    is_token: Any
+    gates: Values
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class Computation:
         positions: Any = None,
         distance: str = "manhattan",
         law: str = "linear",
+        log_gates: Any = None,
         grad_output: Any = None,
         before: int | None = None,
     ) -> None:
@@ -121,6 +126,8 @@ class Computation:
                 for x in positions
             )
         self.positions, self.metric, self.law = positions, distance, law
+        self.log_gates = None if log_gates is None else np.asarray(log_gates, np.float64)
+        self.forgotten: Any = None
         self.grad_output, self.state, self.before = grad_output, state, before
         tests = CONDITIONS if before is None else STEP_CONDITIONS
         self.conditions = frozenset(name for name, (_, holds) in tests.items() if holds(self))
@@ -166,6 +173,8 @@ def compute_bias(c: Computation) -> None:
         visible = visible & c.step("segments", c.q_ids == c.kv_ids)
     if c.step("mask", c.mask) is not None:
         visible = visible & c.step("masked", c.mask)
+    if c.step("log_gates", c.log_gates) is not None:
+        visible = visible & (forget(c) > -np.inf)
     c.step("visible", visible & c.step("keys", np.ones(c.kv_len, bool)))
 
 
@@ -174,6 +183,20 @@ def rate_of(c: Computation) -> Values:
     past = c.slopes[..., None, None]
     future = c.changed("future", past if c.future_slopes is None else c.future_slopes[..., None, None])
     return np.asarray(np.where(c.ahead > 0, future, past))
+
+
+def forget(c: Computation) -> Values:
+    """Compute the sums of the gates after each key up to the query, ``[batch, num_heads, q_len, kv_len]``.
+
+    Gates of keys that are hidden from all queries count as 0.
+    """
+    c.is_token = True if c.mask is None or c.mask.shape[2] > 1 else c.mask[:, :, 0]
+    c.gates = np.where(c.is_token, c.log_gates, 0.0)
+    c.step("counted", c.k_positions <= c.q_positions)
+    # Terms of one sign, from the query back: no sum is a difference of larger ones.
+    counted = np.where(c.counted, c.gates[:, :, None], 0.0)[..., ::-1]
+    sums = np.cumsum(counted, axis=-1, dtype=np.longdouble)[..., ::-1].astype(np.float64)
+    return np.asarray(c.step("forgotten", np.concatenate([sums[..., 1:], np.zeros_like(sums[..., :1])], axis=-1)))
 
 
 def place_points(c: Computation) -> None:
@@ -197,7 +220,7 @@ def attend(c: Computation) -> Values:
     c.step("kv_head", np.arange(c.num_heads) // c.group)
     c.keys_by_head, c.values_by_head = c.key[:, c.kv_head], c.value[:, c.kv_head]
     c.step("products", c.query @ c.keys_by_head.swapaxes(-1, -2))
-    c.step("scores", c.scale * c.products + c.bias)
+    c.step("scores", c.scale * c.products + c.bias + (0.0 if c.forgotten is None else c.forgotten))
     c.step("hidden", np.where(c.visible, c.scores, -np.inf))
     c.step("highest", highest_of(c.hidden))
     c.step("exponentials", np.exp(c.hidden - c.highest))
@@ -220,7 +243,7 @@ def softmax(scores: Values, axis: int = -1) -> Values:
 
 
 def differentiate(c: Computation) -> dict[str, Values]:
-    """Compute the gradients of ``sum(attention * grad_output)`` by query, key, value and slopes."""
+    """Compute the gradients of ``sum(attention * grad_output)`` by query, key, value, slopes and gates."""
     attend(c)
     c.step("d_weights", c.grad_output @ c.values_by_head.swapaxes(-1, -2))
     c.step("delta", (c.weights * c.d_weights).sum(axis=-1, keepdims=True))
@@ -234,6 +257,10 @@ def differentiate(c: Computation) -> dict[str, Values]:
         "value": c.step("d_value", by_kv_head(c, c.step("d_value_by_head", d_value))),
     }
     found |= {name: found[name][:, :, : c.given_len] for name in ("key", "value")}  # without padding
+    if c.log_gates is not None:
+        # The score gradients of the keys before each gate, of all queries that count the gate.
+        before = np.cumsum(c.d_scores, axis=-1) - c.d_scores
+        found["log_gates"] = c.step("d_log_gates", c.is_token * (c.counted * before).sum(axis=2))
     # The bias is linear in the slopes: its derivative is the bias of the difference that slopes larger by 1 make.
     rate = c.rate
     for name in ("slopes",) if c.future_slopes is None else ("slopes", "future_slopes"):

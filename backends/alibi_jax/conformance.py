@@ -18,7 +18,7 @@ __all__ = ["adapters"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 CUDNN_HAS = {"grouped", "batch_slopes", "some_gradients", "continuations"}  # and scales other than 0
-LACKS = {"tpu": {"points", "pair_masks"}, "cudnn": FEATURES.keys() - CUDNN_HAS}
+LACKS = {"tpu": {"points", "pair_masks", "log_gates"}, "cudnn": FEATURES.keys() - CUDNN_HAS}
 Static = tuple[tuple[str, bool | int | float | str], ...]
 
 

@@ -18,7 +18,8 @@ from alibi_torch.caches import KVCache
 __all__ = ["adapters"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-LACKS = {"flex": ("points",), "triton": ("points", "pair_masks", "wide_heads")}  # and continuations
+ON_GPUS = {"flex": ("points",), "triton": ("points", "pair_masks", "wide_heads")}
+LACKS = {"tiled": (), "dense": (), "sdpa": ("log_gates",)} | {x: ("log_gates", *y) for x, y in ON_GPUS.items()}
 
 
 def adapters(device: str = "cpu") -> list[BackendAdapter]:
@@ -34,7 +35,7 @@ def adapters(device: str = "cpu") -> list[BackendAdapter]:
     """
     names = ("tiled", "sdpa", "dense") if device == "cpu" else ("flex", "sdpa", "dense", "triton")
     names = (*names, "triton") if device == "cpu" and triton_runs_on("cpu") else names
-    pairs = [(name, dtype) for name in names for dtype in DTYPES if name not in LACKS or dtype != "float64"]
+    pairs = [(name, dtype) for name in names for dtype in DTYPES if name not in ON_GPUS or dtype != "float64"]
     return [_adapter(*pair, device) for pair in pairs]
 
 
@@ -49,7 +50,7 @@ def _adapter(implementation: str, dtype: str, device: str) -> BackendAdapter:
         functools.partial(attention, implementation=implementation),
         dtype=dtype,
         cached=functools.partial(_decode_step, implementation),
-        lacks=("continuations", *LACKS.get(implementation, ())),
+        lacks=("continuations", *LACKS[implementation]),
     )
 
 

@@ -34,7 +34,7 @@ ADAPTERS = [*map(core_adapter, LIBRARIES), *installed_adapters(dtypes=None)]
 # other tests repeat: ``combined`` has the laws of one feature, tests/core slopes and biases, tests/contracts long rows
 # and their gradients, points, and caches.
 QUICK = ("alibi_core", "alibi_core[array_api_strict]", "alibi_torch[tiled]", "alibi_mlx[tiled]")
-QUICK_IN_JAX = ["causal", "points", "combined", "precision", "nowhere", "empty"]
+QUICK_IN_JAX = ["causal", "points", "large_gates", "combined", "precision", "nowhere", "empty"]
 QUICK_IN_JAX += ["gradients", "slope_gradients", "decoding", "conduct"]
 LARGE = ("large", "large_gradients", "long_decoding")  # take long; a cast to bfloat16 changes little in them
 

@@ -67,7 +67,7 @@ def computed(case: dict[str, Any], tensors: dict[str, np.ndarray], adapter: Any)
         return {"output": np.concatenate(outputs, axis=2)}
     names = ("is_causal", "q_offset", "window_size", "scale", *("distance", "law") * ("points" in case["features"]))
     arguments = {name: known[name] for name in names}
-    arguments |= {name: inputs[name] for name in ("q_offset", "future_slopes", "mask") if name in inputs}
+    arguments |= {name: inputs[name] for name in ("q_offset", "future_slopes", "mask", "log_gates") if name in inputs}
     for name in ("segment_ids", "positions"):
         if f"q_{name}" in inputs:
             arguments[name] = inputs[f"q_{name}"], inputs[f"kv_{name}"]

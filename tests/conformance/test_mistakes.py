@@ -84,6 +84,8 @@ PEOPLES = {
     "grouped": "grouped heads interleaved",
     "scale": "scale ignored, scale 0 as none",
     "long": "last partial block dropped: 64, horizon too short: 128, scale ignored beyond: 32",
+    "gates": "key's own gate counted, query's gate left out, next head's gates, gates without logarithm",
+    "large_gates": "gates summed from the start",
     "nowhere": "NaN where nowhere to look, mean where nowhere to look",
     "empty": "NaN where nowhere to look",
     "precision": "bfloat16 positions, float16 distances",
@@ -167,13 +169,24 @@ QUERY, KEY, VALUE, COTANGENT = np.random.default_rng(0).standard_normal((4, 1, 2
 SYMMETRIC = {"is_causal": False, "q_offset": 0}
 
 
-@pytest.mark.parametrize("name", ["signed", "signed: key-only", "clamped", "bias doubled", "next head's slope"])
-def test_gradients_of_slopes_with_a_mistake_are_derivatives_of_the_result(name: str) -> None:
-    wrong, slopes, step = Mistaken(name, dtype="float64"), np.asarray([0.3, 0.7]), 1e-5
-    made = wrong.attention_grad(QUERY, KEY, VALUE, slopes, grad_output=COTANGENT, **SYMMETRIC)["slopes"]
-    for head, side in enumerate(step * np.eye(2)):
-        up, down = (wrong.attention(QUERY, KEY, VALUE, x, **SYMMETRIC) for x in (slopes + side, slopes - side))
-        np.testing.assert_allclose(made[head], ((up - down) * COTANGENT).sum() / (2 * step), rtol=1e-6)
+OF_SLOPES = ("signed", "signed: key-only", "clamped", "bias doubled", "next head's slope")
+OF_GATES = ("key's own gate counted", "query's gate left out", "next head's gates", "gates without logarithm")
+
+
+@pytest.mark.parametrize("name", [*OF_SLOPES, *OF_GATES])
+def test_gradients_with_a_mistake_are_derivatives_of_the_result(name: str) -> None:
+    wrong, step = Mistaken(name, dtype="float64"), 1e-5
+    given: dict[str, Any] = {"slopes": np.asarray([0.3, 0.7]), **SYMMETRIC}
+    if name in OF_GATES:
+        shown = np.arange(7) != 3
+        given = {"slopes": given["slopes"], "log_gates": -np.abs(QUERY[..., 0]), "mask": shown[None, None, None]}
+    moved = "log_gates" if name in OF_GATES else "slopes"
+    made = wrong.attention_grad(QUERY, KEY, VALUE, grad_output=COTANGENT, **given)[moved]
+    for index in np.ndindex(made.shape):
+        side = np.zeros(made.shape)
+        side[index] = step
+        up, down = (wrong.attention(QUERY, KEY, VALUE, **given | {moved: given[moved] + x}) for x in (side, -side))
+        np.testing.assert_allclose(made[index], ((up - down) * COTANGENT).sum() / (2 * step), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

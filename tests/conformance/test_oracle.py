@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
+from alibi_core.conformance.case import GATES
 from alibi_core.conformance.testing import Attention, Case, Sizes, cases, penalties, rounded
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 
@@ -75,6 +78,33 @@ def test_the_output_is_that_of_plain_loops(case: Case) -> None:
     assert_within(looped_output(problem), problem.output)
 
 
+@given(case=cases(forms=("causal",)), kind=st.sampled_from(sorted(GATES)))
+def test_sums_of_gates_are_those_of_plain_loops(case: Case, kind: str) -> None:
+    case = dataclasses.replace(case, gates=kind)
+    problem, gates = case.exact("float64"), case.arguments["log_gates"].astype(np.float64)
+    q_len, kv_len = case.sizes.lengths
+    offsets = np.broadcast_to(case.arguments.get("q_offset", kv_len - q_len), case.sizes.batch)
+    mask = case.arguments.get("mask")
+    if mask is not None and mask.shape[-2] == 1:  # gates of tokens that a mask of keys hides
+        gates[~np.broadcast_to(mask[..., 0, :], gates.shape)] = 0
+    plain = dataclasses.replace(case, gates=None).exact("float64").bias
+    for b, h, i, j in np.argwhere(plain > -np.inf):
+        last = min(max(offsets[b] + i, 0), kv_len - 1)
+        total = math.fsum(gates[b, h, j + 1 : last + 1])
+        assert (problem.bias[b, h, i, j] == -np.inf) == (total == -np.inf)
+        np.testing.assert_allclose(problem.forgotten[b, h, i, j], total, rtol=1e-15)
+    assert_within(looped_output(problem), problem.output)
+    # Each sum may be off by two units of float32 in the last place.
+    problem = case.exact("float32")
+    signs = np.random.default_rng(case.seed).choice([-1, 1], problem.bias.shape)
+    off = np.where(problem.bias > -np.inf, problem.forgotten, 0) * signs * 2.0**-22
+    moved = dataclasses.replace(problem, bias=problem.bias + off)
+    assert_within(moved.output.value, problem.output)
+    found = case.gradients("float32", problem=moved)
+    for name, answer in case.gradients("float32", problem=problem).items():
+        assert_within(found[name].value, answer)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rounding_is_to_even_in_every_dtype(dtype: str) -> None:
     values = np.random.default_rng(0).standard_normal(10_000) * np.exp2(np.random.default_rng(1).integers(-30, 16))
@@ -112,6 +142,29 @@ def test_gradients_are_those_of_finite_differences() -> None:
         for index in np.ndindex(*x.shape):
             actual = gradients[name].value.reshape(x.shape)[index]
             assert abs(finite_difference(inputs, name, index, cotangent) - actual) < 1e-8
+
+
+def test_constant_gates_are_alibi_and_gradients_of_gates_are_those_of_finite_differences() -> None:
+    case = Case(Sizes(2, 3, 1, (5, 7), 3), seed=1)
+    rates = case.arrays["slopes"][None, :, None]
+    gates = np.broadcast_to(-rates, (2, 3, 7))
+    gated = case.with_arguments("causal", {"log_gates": gates}).with_arrays(slopes=np.zeros(3))
+    found = gated.gradients("float64") | {"output": gated.exact("float64").output}
+    for name, expected in (case.gradients("float64") | {"output": case.exact("float64").output}).items():
+        actual = -found["log_gates"].value.sum(axis=(0, 2)) if name == "slopes" else found[name].value
+        np.testing.assert_allclose(actual, expected.value, rtol=1e-12, atol=1e-14)
+    # Keys that were forgotten cost nothing.
+    large = Case(Sizes(1, 2, 1, (6, 130), 4), gates="large")
+    budgets = [x.exact("float32").output.budget for x in (large, dataclasses.replace(large, gates=None))]
+    assert (budgets[0] <= 2 * budgets[1].max()).all()
+    gated = dataclasses.replace(case, gates="strong", masking="by key")
+    gradient, given = gated.gradients("float64")["log_gates"].value, gated.arguments
+    for index in np.ndindex(gradient.shape):
+        step = np.zeros(gradient.shape)
+        step[index] = 1e-5
+        moved = (given | {"log_gates": given["log_gates"].astype(np.float64) + x} for x in (step, -step))
+        up, down = (gated.with_arguments("causal", x).exact("float64").output.value for x in moved)
+        assert abs(((up - down) * case.arrays["cotangent"]).sum() / 2e-5 - gradient[index]) < 1e-7
 
 
 @given(case=cases(plain=True))

@@ -347,7 +347,8 @@ def exact(p: Problem) -> dict[str, Answer]:
         arrays[1:] = (of_keys(x.swapaxes(-1, -2), at_keys, slots).swapaxes(-1, -2) for x in arrays[1:])
     is_approximate = p.points is None and p.law == "linear" and not (p.adds_bias or p.returns_weights)
     share = (UNIT_ROUNDOFF[p.dtype] if p.tolerance is None else p.tolerance) if is_approximate else 0.0
-    problem = Attention(*arrays, bias=bias, scale=scale, dtype=p.dtype, largest_bias=largest, share=share)
+    sums = None if p.gates is None else forgotten.astype(np.float64)
+    problem = Attention(*arrays, bias, scale, p.dtype, largest_bias=largest, forgotten=sums, share=share)
     found = {"result": problem.output}
     if p.returns_weights:
         identity = np.zeros((entries, p.heads[0], bias.shape[-1], kv_len))
