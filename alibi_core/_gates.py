@@ -17,7 +17,6 @@ from alibi_core._arrays import (
     along_axis,
     arange,
     asarray,
-    associative_scan,
     astype,
     at_least,
     at_most,
@@ -26,6 +25,7 @@ from alibi_core._arrays import (
     explains_keywords,
     has_float64,
     host_values,
+    in_doubling_steps,
     is_exporting,
     joined,
     namespace_of,
@@ -205,14 +205,9 @@ def suffix_sums(xp: Namespace, numbers: Any, rests: Any | None = None) -> tuple[
         rounded = astype(xp, sums, numbers.dtype)
         return rounded, astype(xp, sums - rounded, numbers.dtype)
     pair = numbers, xp.zeros_like(numbers) if rests is None else rests
-    if (scan := associative_scan(xp)) is not None:
-        found: tuple[Any, Any] = scan(functools.partial(_pair_sum, xp), pair)
-        return found
-    step, length = 1, numbers.shape[-1]
-    while step < length:  # after each pass, an element has the sum of twice as many
-        pair = _pair_sum(xp, pair, tuple(joined(xp, x[..., step:], xp.zeros_like(x[..., :step])) for x in pair))
-        step *= 2
-    return pair
+    # After each step, an element has the sum of twice as many.
+    found: tuple[Any, Any] = in_doubling_steps(xp, functools.partial(_pair_sum, xp), pair, numbers.shape[-1])
+    return found
 
 
 def _pair_sum(xp: Namespace, one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -197,15 +197,25 @@ def extended(xp: Namespace, array: Any, missing: int) -> Any:
     return xp.concat([array, xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))], axis=-1)
 
 
-def associative_scan(xp: Namespace) -> Callable[..., Any] | None:
-    """Return JAX's scan from the last element of the last axis; None for other libraries.
+def in_doubling_steps(xp: Namespace, step: Callable[[Any, Any], Any], arrays: Any, length: int) -> Any:
+    """Return ``step(arrays, shifted)`` of arrays, again and again; shifted by 1, 2, 4, ... below ``length``.
 
-    JAX's compiler computes steps of a scan in the standard's operations again at each use, twice as often each step.
+    Shifted arrays begin 1, 2, 4, ... elements later along the last axis, and end with zeros. JAX compiles one step for
+    all: unrolled, its compiler would compute each step again at each use, twice as often each step.
     """
-    if not is_jax(xp):
-        return None
-    scan = sys.modules["jax"].lax.associative_scan
-    return lambda add, arrays: scan(add, arrays, reverse=True, axis=arrays[0].ndim - 1)
+    if is_jax(xp):
+        lax = sys.modules["jax"].lax
+
+        def later(index: Any, array: Any) -> Any:
+            return lax.dynamic_slice_in_dim(joined(xp, array, xp.zeros_like(array)), 1 << index, length, array.ndim - 1)
+
+        count = max(length - 1, 0).bit_length()
+        return lax.fori_loop(0, count, lambda i, found: step(found, tuple(later(i, x) for x in found)), arrays)
+    size = 1
+    while size < length:
+        arrays = step(arrays, tuple(joined(xp, x[..., size:], xp.zeros_like(x[..., :size])) for x in arrays))
+        size *= 2
+    return arrays
 
 
 def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:

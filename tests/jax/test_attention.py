@@ -177,6 +177,14 @@ def test_attention_runs_without_being_compiled() -> None:
     np.testing.assert_allclose(found, alibi_jax.attention(*qkv, implementation="dense"), atol=2e-6)
 
 
+def test_programs_of_gates_do_not_grow_with_the_length() -> None:
+    short, long = (
+        str(jax.make_jaxpr(lambda gates: alibi_core.bias_from_gates(gates, 3))(jnp.zeros((2, length))))
+        for length in (64, 65_536)
+    )
+    assert short.count(" = ") == long.count(" = ")
+
+
 # --- Programs of users, in which XLA sees repeated numbers, sums and squares ------------------------------------------
 
 
