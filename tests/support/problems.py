@@ -334,6 +334,7 @@ def exact(p: Problem) -> dict[str, Answer]:
     largest = None if is_whole else abs(full).max(-1, keepdims=True, initial=0).astype(np.float64)
     scale = p.head_dim**-0.5 if p.scale is None else p.scale
     arrays, at_keys = [tensors[name] for name in TENSORS], np.arange(kv_len)
+    sums = None if p.gates is None else forgotten.astype(np.float64)
     if p.sinks is not None:
         # A sink is a key of zeros without a value. With gates there is one behind each key, for the query there: score
         # gradients of rows before a gate then sum to 0, as the oracle has it.
@@ -344,10 +345,10 @@ def exact(p: Problem) -> dict[str, Answer]:
         sees = visible.any(-1, keepdims=True) & (np.arange(slots) == own)
         bias = of_keys(np.where(visible, full, -np.inf).astype(np.float64), at_keys, slots)
         bias[..., at_sinks] = np.where(sees, p.arrays["sinks"][:, None, None], -np.inf)
+        sums = None if sums is None else of_keys(sums, at_keys, slots)
         arrays[1:] = (of_keys(x.swapaxes(-1, -2), at_keys, slots).swapaxes(-1, -2) for x in arrays[1:])
     is_approximate = p.points is None and p.law == "linear" and not (p.adds_bias or p.returns_weights)
     share = (UNIT_ROUNDOFF[p.dtype] if p.tolerance is None else p.tolerance) if is_approximate else 0.0
-    sums = None if p.gates is None else forgotten.astype(np.float64)
     problem = Attention(*arrays, bias, scale, p.dtype, largest_bias=largest, forgotten=sums, share=share)
     found = {"result": problem.output}
     if p.returns_weights:
