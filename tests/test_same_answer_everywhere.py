@@ -305,14 +305,14 @@ FOUND = (
     Problem((300, 500), (2,), (1, 2), gates="strong", q_offset=600, wrt=("key", "slopes", "log_gates"), luck=0),
     # Sinks: keys that are all alike or all far, a call that a kernel takes whole, rows without keys, queries beyond the
     # keys, and gates between a query and keys that a mask or segments hide.
-    Problem((31, 31), data="shifted", sinks="usual", wrt=(*TENSORS, "slopes", "sinks"), tiling=Tiling((4, 4))),
+    Problem((31, 31), data="equal_keys", sinks="usual", wrt=(*TENSORS, "slopes", "sinks"), tiling=Tiling((4, 4))),
     Problem((64, 64), sinks="wide", data="outlier", wrt=(*TENSORS, "slopes", "sinks"), seed=2),
-    Problem((11, 5), sinks="usual", q_offset=13, wrt=("query", "slopes", "sinks"), dtype="bfloat16"),
+    Problem((11, 5), sinks="usual", q_offset=4, wrt=("query", "slopes", "sinks")),
     Problem((11, 5), sinks="usual", gates="mild", q_offset="per entry", wrt=("slopes", "log_gates", "sinks")),
     Problem((31, 31), sinks="usual", gates="strong", mask="bhqk", wrt=("log_gates", "sinks"), tiling=Tiling((4, 4))),
     Problem((150, 150), sinks="usual", gates="mild", mask="b11k:pad", wrt=("key", "slopes", "log_gates", "sinks")),
     Problem((150, 150), sinks="usual", mask="b11k:pad", wrt=("key", "slopes", "sinks")),
-    Problem((7, 11), sinks="usual", points="times", wrt=("query", "sinks"), mask="bhqk", law="log", tiling=Tiling()),
+    Problem((7, 11), sinks="usual", points="times", wrt=("slopes", "sinks"), mask="bhqk", law="log", tiling=Tiling()),
     Problem((1, 1100), sinks="usual", heads=(2, 2), dtype="bfloat16"),
     Problem((17, 31), sinks="usual", returns_weights=True),
     # Points without a position, and a law without points.
