@@ -29,6 +29,7 @@ HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
+MAY_BE_INT = (*SLOPES, "q_offset")
 FARTHEST = 2**30  # tokens; offsets in arrays are clipped to this size, so that positions fit int32
 
 Layout = tuple[str, str, str]
@@ -190,18 +191,17 @@ def arrays_of(arguments: dict[str, Any]) -> dict[str, Any]:
 
     NumPy's slopes are left out: they are accepted with any library; with JAX, so is any array but the tensors.
     """
-    may_be_int = (*SLOPES, "q_offset")
-    q_offset = arguments["q_offset"]
+    arrays, q_offset = {}, arguments["q_offset"]
     if isinstance(q_offset, (bool, float)):
         raise TypeError(f"q_offset must be an integer or an integer array, got {q_offset}")
-    arrays = {
-        name: checks.array(name, value)
-        for name, value in arguments.items()
-        if not (name in may_be_int and checks.is_int(value)) and not (value is None and name not in TENSORS)
-    }
-    tensor = arguments["query"]
-    kinds = {name: name in SLOPES or (name not in TENSORS and is_constant(x, tensor)) for name, x in arrays.items()}
-    return {name: array for name, array in arrays.items() if not (kinds[name] and is_numpy(array))}
+    for name, value in arguments.items():
+        is_tensor = name in TENSORS
+        if (value is None and not is_tensor) or (name in MAY_BE_INT and checks.is_int(value)):
+            continue
+        array = checks.array(name, value)
+        if is_tensor or not (is_numpy(array) and (name in SLOPES or is_constant(array, arguments["query"]))):
+            arrays[name] = array
+    return arrays
 
 
 def common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:
