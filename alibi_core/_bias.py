@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from alibi_core._arrays import (
     Array,
@@ -363,8 +362,7 @@ def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:
     return penalty(xp, astype(xp, distance, xp.float64 if is_wide else dtype), law)
 
 
-@dataclass(frozen=True)
-class _Arguments:
+class _Arguments(NamedTuple):
     """The checked arguments of a bias besides positions, with its namespace, dtype and device."""
 
     xp: Namespace
@@ -407,17 +405,14 @@ class _Arguments:
                 raise ValueError(
                     f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
                 )
-        named = "dtype"
-        if dtype is None:
-            named = "dtype, by default that of slopes,"
-            dtype = next((value.dtype for value in arrays.values()), xp.float32)
-        dtype = checks.floating_dtype(xp, named, dtype)
+        named = "dtype" if dtype is not None else "dtype, by default that of slopes,"
+        own = next((value.dtype for value in arrays.values()), xp.float32)
+        dtype = checks.floating_dtype(xp, named, own if dtype is None else dtype)
         rule.check_dtype(xp, dtype)
         # Key-only contracts compute in float32, whatever the dtype of the result.
         working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
         for name, value in arrays.items():
             checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
-        for name, value in arrays.items():
             place = device_of(xp, value)
             device = place if device is None else device
             if place is not None and str(place) != str(device):

@@ -14,32 +14,20 @@ from alibi_core._arrays import (
     Device,
     DType,
     Namespace,
-    adopted,
     arange,
     asarray,
-    astype,
     checks,
     constant,
-    device_of,
-    divided_along,
     floating_name,
-    host_values,
     is_constant,
     is_kind,
-    is_numpy,
     namespace_of,
-    signed,
 )
-from alibi_core._bias import linear_bias, place_slopes, unit_bias_of, with_head_axis, working_dtype
-from alibi_core._distance import DISTANCES, LAWS, check_dims, difference, may_have_nan, points_of_call, relative_points
-from alibi_core._gates import checked_gates, gate_sums, sees_through, within
-from alibi_core._mask import boolean_mask, with_score_axes
-
-HEADS_FIRST = ("heads", "length", "head_dim")
-LENGTH_FIRST = ("length", "heads", "head_dim")
-TENSORS = ("query", "key", "value")
-SLOPES = ("slopes", "future_slopes")
-FARTHEST = 2**30  # tokens; offsets in arrays are clipped to this size, so that positions fit int32
+from alibi_core._bias import linear_bias, unit_bias_of, with_head_axis
+from alibi_core._distance import DISTANCES, LAWS, difference, may_have_nan, relative_points
+from alibi_core._frame import HEADS_FIRST, Frame, arrays_of, common_device, pair_of
+from alibi_core._gates import gate_sums, sees_through, within
+from alibi_core._mask import boolean_mask
 
 LARGEST_TOLERANCE = 0.5  # above 0.5 the key that a bound refers to could itself be dropped
 
@@ -154,87 +142,71 @@ class AttentionCall:
             TypeError: If an argument is of the wrong kind, dtypes or namespaces differ.
             ValueError: If a value or a shape is wrong.
         """
-        q_ids, kv_ids = _pair("segment_ids", segment_ids)
-        q_positions, kv_positions = _pair("positions", positions)
+        q_ids, kv_ids = pair_of("segment_ids", segment_ids)
+        q_positions, kv_positions = pair_of("positions", positions)
         others = {"log_gates": log_gates, "sinks": sinks, "q_offset": q_offset, "mask": mask, "added_bias": added_bias}
         others |= {"segment_ids": q_ids, "segment_ids of keys": kv_ids}
         others |= {"positions": q_positions, "positions of keys": kv_positions}
         given = {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
-        arrays = _arrays(given | others)
         # All arrays must share one namespace and one device; errors name the argument.
+        arrays = arrays_of(given | others)
         xp = namespace_of(*arrays.values(), xp=xp, names=tuple(arrays))
-        sizes = _Sizes.of(xp, query, key, value, layout)
-        dtype, device = query.dtype, _common_device(xp, arrays)
+        device = common_device(xp, arrays)
+        frame = Frame.of(xp, device, query, key, value, layout)
         made = {id(x): constant(xp, name, x, device) for name, x in others.items() if is_constant(x, query)}
         if made:  # by id: one array stays one
             found = (made.get(id(x), x) for x in others.values())
             log_gates, sinks, q_offset, mask, added_bias, q_ids, kv_ids, q_positions, kv_positions = found
-        working = working_dtype(xp, dtype)
         if tolerance is None:
-            tolerance = FLOATING[str(floating_name(dtype))].roundoff
+            tolerance = FLOATING[str(floating_name(frame.dtype))].roundoff
         tolerance = min(checks.non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE)
         if positions is not None or law != "linear":
             tolerance = 0.0  # horizons know neither
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative_slopes)
         if slopes is None:
-            slopes = int(sizes.num_heads)  # sizes are tensors in torch.jit.trace
+            slopes = int(frame.num_heads)  # sizes are tensors in torch.jit.trace
             if log_gates is not None:  # gates are in place of ALiBi, unless slopes are given too
-                slopes = asarray(xp, [0.0] * slopes, working, device)
+                slopes = asarray(xp, [0.0] * slopes, frame.working_dtype, device)
         past, future = (
-            None if x is None else _slopes(xp, name, x, query, sizes, layout, allow_negative_slopes, working, device)
+            frame.placed_slopes(name, x, query, layout, allow_negative=allow_negative_slopes)
             for name, x in (("slopes", slopes), ("future_slopes", future_slopes))
         )
         for name, one in (("segment_ids", segment_ids), ("positions", positions)):
-            if one is not None and not isinstance(one, (tuple, list)) and sizes.q_len != sizes.kv_len:
+            if one is not None and not isinstance(one, (tuple, list)) and frame.q_len != frame.kv_len:
                 raise ValueError(
-                    f"{name} must be a pair (queries, keys) when q_len, {sizes.q_len}, and kv_len, {sizes.kv_len}, "
+                    f"{name} must be a pair (queries, keys) when q_len, {frame.q_len}, and kv_len, {frame.kv_len}, "
                     "differ; got one array"
                 )
         q_segment_ids = kv_segment_ids = q_points = kv_points = None
         if segment_ids is not None:
-            q_segment_ids, kv_segment_ids = _segment_ids(xp, (q_ids, kv_ids), sizes)
+            q_segment_ids, kv_segment_ids = frame.segment_ids((q_ids, kv_ids))
         if positions is not None:
             for name, x in (("q_offset", q_offset), ("window_size", window_size)):
                 if x is not None:
                     raise ValueError(f"{name} must be None with positions, which say where each token is, got {x}")
-            q_points = points_of_call(xp, q_positions, sizes.batch, "q_len", sizes.q_len)
-            kv_points = points_of_call(xp, kv_positions, sizes.batch, "kv_len", sizes.kv_len)
-            check_dims(q_points, kv_points, is_causal, future_slopes)
-        offset = _q_offset(xp, q_offset, sizes)
+            q_points, kv_points = frame.points((q_positions, kv_positions), is_causal, future_slopes)
+        offset = frame.offset(q_offset)
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
-            mask = boolean_mask(xp, mask, *sizes.of_scores())
+            mask = boolean_mask(xp, mask, *frame.scores())
         if log_gates is not None:
-            excluded = {
-                "is_causal=False": not is_causal,
-                "positions": positions is not None,
-                f"law {law!r}": law != "linear",
-            }
+            excluded = {"is_causal=False": not is_causal, "positions": positions is not None}
+            excluded[f"law {law!r}"] = law != "linear"
             for rule in (rule for rule, is_given in excluded.items() if is_given):
                 raise ValueError(f"log_gates must be None with {rule}: gates count from token to token of the past")
-            log_gates = _log_gates(xp, log_gates, sizes, layout, working, mask)
+            log_gates = frame.gates(log_gates, layout, mask)
         if added_bias is not None:
-            if is_kind(xp, added_bias.dtype, "bool"):
-                raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
-            checks.floating_array(xp, "added_bias", added_bias)
-            added_bias = with_score_axes(xp, "added_bias", added_bias, *sizes.of_scores())
-            # Backends expect a finite added_bias: its -inf become part of the mask.
-            added_bias = astype(xp, added_bias, working)
-            shown: Any = added_bias != -math.inf
-            mask = shown if mask is None else xp.logical_and(mask, shown)
-            added_bias = xp.where(shown, added_bias, 0.0)
+            added_bias, mask = frame.addition(added_bias, mask)
+        if scale is not None:
+            scale = checks.number_in(frame.working_dtype, "scale", scale)
         return cls(
-            xp=xp,
-            **sizes._asdict(),
-            dtype=dtype,
-            working_dtype=working,
-            device=device,
+            **frame._asdict(),
             slopes=past,
             future_slopes=future,
             log_gates=log_gates,
-            sinks=None if sinks is None else _sinks(xp, sinks, sizes.num_heads, working),
+            sinks=None if sinks is None else frame.placed_sinks(sinks),
             is_causal=bool(is_causal),
             q_offset=offset,
             q_segment_ids=q_segment_ids,
@@ -242,7 +214,7 @@ class AttentionCall:
             window_size=window_size,
             mask=mask,
             # float() keeps float64 where torch.jit.trace makes a tensor of the size.
-            scale=float(sizes.head_dim) ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
+            scale=float(frame.head_dim) ** -0.5 if scale is None else scale,
             tolerance=tolerance,
             q_points=q_points,
             kv_points=kv_points,
@@ -567,176 +539,3 @@ def axis_of(name: str, what: str, array: Any) -> int | None:
 def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
     """Return the call without its arrays (hashable), and its arrays by field name, which ``having`` puts back."""
     return call.having(**dict.fromkeys(call.arrays)), call.arrays
-
-
-def _batch_axes(batch: tuple[int, ...]) -> list[str]:
-    return ["batch"] if len(batch) == 1 else [f"batch{axis}" for axis in range(len(batch))]
-
-
-def _pair(name: str, value: Any) -> tuple[Any, Any]:
-    """Return an argument as a pair (queries, keys); one array serves both."""
-    if not isinstance(value, (tuple, list)):
-        return value, value
-    if len(value) != 2:
-        raise ValueError(f"{name} must be one array or a pair (queries, keys), got {len(value)} arrays")
-    return value[0], value[1]
-
-
-def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are arrays, by name, having checked their kinds.
-
-    NumPy's slopes are left out: they are accepted with any library; with JAX, so is any array but the tensors.
-    """
-    may_be_int = (*SLOPES, "q_offset")
-    q_offset = arguments["q_offset"]
-    if isinstance(q_offset, (bool, float)):
-        raise TypeError(f"q_offset must be an integer or an integer array, got {q_offset}")
-    arrays = {
-        name: checks.array(name, value)
-        for name, value in arguments.items()
-        if not (name in may_be_int and checks.is_int(value)) and not (value is None and name not in TENSORS)
-    }
-    tensor = arguments["query"]
-    kinds = {name: name in SLOPES or (name not in TENSORS and is_constant(x, tensor)) for name, x in arrays.items()}
-    return {name: array for name, array in arrays.items() if not (kinds[name] and is_numpy(array))}
-
-
-def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:
-    devices = {name: device_of(xp, array) for name, array in arrays.items()}
-    for name, device in devices.items():
-        if device != devices["query"]:
-            raise ValueError(f"{name} must be on the device of query, {devices['query']}, got {device}")
-    return devices["query"]
-
-
-class _Sizes(NamedTuple):
-    """The sizes of a call, from its tensors."""
-
-    batch: tuple[int, ...]
-    num_heads: int
-    num_kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, xp: Namespace, query: Any, key: Any, value: Any, layout: tuple[str, str, str]) -> _Sizes:
-        """Check that the tensors fit each other, and return their sizes."""
-        tensors = {"query": query, "key": key, "value": value}
-        shapes = {name: tuple(checks.tensor(xp, name, tensor).shape) for name, tensor in tensors.items()}
-        axes = _axes(layout)
-        for name, shape in shapes.items():
-            if len(shape) < 3:
-                raise ValueError(f"{name} must have axes {axes}, got shape {shape}")
-        if len({str(tensor.dtype) for tensor in tensors.values()}) > 1:
-            listed = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
-            raise TypeError(f"query, key and value must have one dtype, got {listed}")
-        if shapes["key"] != shapes["value"]:
-            raise ValueError(f"value must have the shape of key, {shapes['key']} {axes}, got {shapes['value']}")
-        q, kv = (dict(zip(layout, shapes[name][-3:], strict=True)) for name in ("query", "key"))
-        batch = shapes["query"][:-3]
-        if shapes["key"][:-3] != batch:
-            raise ValueError(f"key must have the batch axes of query, {batch}, got {shapes['key'][:-3]}")
-        # Sizes are compared by axis name, whatever the layout.
-        if kv["head_dim"] != q["head_dim"]:
-            raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
-        if q["head_dim"] < 1:
-            raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
-        for count, name, sizes in (("num_heads", "query", q), ("num_kv_heads", "key", kv)):
-            if sizes["heads"] < 1:
-                raise ValueError(f"{count} must be at least 1, got {name} of shape {shapes[name]} {axes}")
-        if q["heads"] % kv["heads"]:
-            heads = f"{kv['heads']} (key) and {q['heads']} (query)"
-            raise ValueError(f"num_kv_heads must divide num_heads, got {heads}; their axes are {axes}")
-        return cls(batch, q["heads"], kv["heads"], q["length"], kv["length"], q["head_dim"])
-
-    def of_scores(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the sizes of the scores' axes, by name: the batch axes, and the last three axes."""
-        batch = dict(zip(_batch_axes(self.batch), self.batch, strict=True))
-        return batch, {"num_heads": self.num_heads, "q_len": self.q_len, "kv_len": self.kv_len}
-
-
-def _slopes(
-    xp: Namespace,
-    name: str,
-    slopes: Any,
-    query: Any,
-    sizes: _Sizes,
-    layout: tuple[str, str, str],
-    allow_negative: bool,
-    dtype: DType,
-    device: Device | None,
-) -> Any:
-    slopes = adopted(xp, slopes, device)
-    if checks.is_int(slopes):
-        checks.slopes_count(name, slopes, sizes.num_heads, _axes(layout), divided_along(xp, query))
-    else:
-        checks.floating_array(xp, name, slopes)
-        checks.slopes_shape(name, slopes, sizes.num_heads, sizes.batch, _axes(layout))
-        checks.slopes_values(name, slopes, allow_negative=allow_negative, working=dtype)
-    return place_slopes(xp, slopes, dtype, device)
-
-
-def _log_gates(
-    xp: Namespace, gates: Any, sizes: _Sizes, layout: tuple[str, str, str], dtype: DType, mask: Any | None
-) -> Any:
-    """Check gates, ``[*batch, num_heads, kv_len]`` or ``[*batch, kv_len, num_heads]``; return them heads-first."""
-    axes = {"heads": sizes.num_heads, "length": sizes.kv_len}
-    shape = (*sizes.batch, *(axes[axis] for axis in layout if axis in axes))
-    if tuple(checks.floating_array(xp, "log_gates", gates).shape) != shape:
-        names = {"heads": "num_heads", "length": "kv_len"}
-        listed = ", ".join([*_batch_axes(sizes.batch), *(names[axis] for axis in layout if axis in names)])
-        raise ValueError(f"log_gates must have shape {shape} ({listed}), got {tuple(gates.shape)}")
-    gates = checked_gates(xp, astype(xp, gates, dtype))
-    gates = gates if layout == HEADS_FIRST else xp.matrix_transpose(gates)
-    if mask is None or (mask.ndim > 1 and mask.shape[-2] != 1):
-        return gates
-    # The gates of tokens that a mask of keys hides count for nobody.
-    return xp.where(mask if mask.ndim == 1 else mask[..., 0, :], gates, 0.0)
-
-
-def _sinks(xp: Namespace, sinks: Any, num_heads: int, dtype: DType) -> Any:
-    """Check sinks, ``[num_heads]``; return them with an axis for queries, in the working dtype."""
-    if tuple(checks.floating_array(xp, "sinks", sinks).shape) != (num_heads,):
-        raise ValueError(f"sinks must have shape ({num_heads},) (num_heads), got {tuple(sinks.shape)}")
-    sinks = astype(xp, sinks, dtype)
-    is_right = host_values(xp.all(sinks < math.inf))
-    if is_right is not None and not is_right:
-        raise ValueError("sinks must be numbers below inf (-inf is no sink), got NaN or inf")
-    return sinks[:, None]
-
-
-def _segment_ids(xp: Namespace, pair: tuple[Any, Any], sizes: _Sizes) -> tuple[Any, Any]:
-    """Check the ids of queries and keys, ``[..., length]``, which broadcast to ``[*batch, length]``; return them."""
-    for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes.q_len, sizes.kv_len), strict=True):
-        shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
-        axes = ", ".join([*_batch_axes(sizes.batch), name])
-        checks.by_token("segment_ids", shape, (*sizes.batch, length), axes)
-    if not any("uint" in str(ids.dtype) for ids in pair):
-        return pair
-    return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned integers
-
-
-def _q_offset(xp: Namespace, q_offset: Any, sizes: _Sizes) -> Any:
-    if q_offset is None:
-        q_offset = sizes.kv_len - sizes.q_len
-    if checks.is_int(q_offset):
-        q_offset = checks.integer("q_offset", q_offset)
-        checks.positions_fit(q_offset, sizes.q_len, sizes.kv_len)
-        return q_offset
-    shape = tuple(checks.integer_array(xp, "q_offset", q_offset).shape)
-    if shape not in ((), sizes.batch):
-        batch = f" or {sizes.batch} (batch)" if sizes.batch else ""
-        raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
-    checks.positions_fit(FARTHEST, sizes.q_len, sizes.kv_len)
-    # Clip offsets instead of raising: an error would have to wait for the values. Clipping moves all keys of a row by
-    # the same distance, which softmax ignores. Only a window of more than 2**30 tokens would see other keys.
-    offset = signed(xp, q_offset)
-    if "uint" in str(q_offset.dtype):
-        # A negative number here is an unsigned offset that wrapped around.
-        offset = xp.where(offset < 0, FARTHEST, offset)
-    return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
-
-
-def _axes(layout: tuple[str, str, str]) -> str:
-    return f"[..., {', '.join(layout)}]"

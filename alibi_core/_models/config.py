@@ -200,9 +200,9 @@ class AlibiConfig:
             name: None if values is None else np.asarray(values, np.float32)
             for name, values in (("slopes", self.slopes), ("future_slopes", self.future_slopes))
         }
-        names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
-        arrays |= {name: True for name in ("forget_gate", "sinks") if getattr(self, name)}
-        return arrays | {name: getattr(self, name) for name in (*names, "dropout", "distance", "law", "implementation")}
+        names = ["embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size"]
+        names += ["dropout", "distance", "law", "forget_gate", "sinks", "implementation"]
+        return arrays | {name: getattr(self, name) for name in names}
 
 
 AlibiConfig.__init__ = explains_keywords(AlibiConfig.__init__)  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from alibi_core._attention import dense_attention as dense_attention
 from alibi_core._attention import with_sinks as with_sinks
 from alibi_core._bias import unit_bias_of as unit_bias_of
 from alibi_core._call import ARRAY_AXES as ARRAY_AXES
-from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import AttentionCall as AttentionCall
 from alibi_core._call import BiasTerms as BiasTerms
 from alibi_core._call import axis_of as axis_of
@@ -27,6 +26,7 @@ from alibi_core._distance import relative_points as relative_points
 from alibi_core._distance import relative_position as relative_position
 from alibi_core._explanation import Explanation as Explanation
 from alibi_core._explanation import KeySpans as KeySpans
+from alibi_core._frame import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._gates import GateTotals as GateTotals
 from alibi_core._gates import finite_gates as finite_gates
 from alibi_core._gates import gate_sums as gate_sums

@@ -80,6 +80,7 @@ def test_config_is_frozen_and_positional_and_has_the_customary_defaults() -> Non
     [
         ("num_layers", 0, ValueError, "num_layers must be at least 1, got 0"),
         ("num_layers", 2.0, TypeError, "num_layers must be an integer, got 2.0"),
+        ("num_layers", None, TypeError, "num_layers must be an integer, got None"),
         ("embed_dim", -8, ValueError, "embed_dim must be at least 1, got -8"),
         ("embed_dim", 100, ValueError, r"embed_dim must be a multiple of num_heads \(8\), got 100"),
         ("num_heads", True, TypeError, "num_heads must be an integer, got True"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from alibi_core._arrays import FLOATING
 from alibi_core.backend import LENGTH_FIRST, AttentionCall, split_call
 from alibi_core.backend.horizon import entry_of
 
@@ -111,3 +113,9 @@ def test_gates_are_heads_first_whatever_the_layout() -> None:
     np.testing.assert_array_equal(call.log_gates, expected)
     assert call.log_gates.dtype == np.float32
     assert not call.slopes.any()
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_limits_of_dtypes_are_those_of_numpy(name: str) -> None:
+    info = ml_dtypes.finfo(name)
+    assert FLOATING[name] == (info.nmant + 1, info.eps / 2, info.smallest_normal, info.max)

@@ -76,6 +76,8 @@ def test_the_number_of_features() -> None:
     assert found == {"bfloat16": [3, 3, 6, 6, 6, 9], "float16": [3, 3, 3, 3, 6, 6], "float32": [1] * 6}
     with pytest.raises(ValueError, match="kv_len must be at most 8390656 to be folded in float16, got 8390657"):
         alibi_core.fold_size(8_390_657, "float16")
+    with pytest.raises(ValueError, match="slopes must be at most 4094 in size to be folded in float16, got"):
+        alibi_core.fold(*np.ones((2, 1, 2, 1), np.float16), np.float32([5000]))
     with pytest.raises(TypeError, match="dtype must be one of float64, .*, got 'float8_e4m3fn'"):
         alibi_core.fold_size(5, "float8_e4m3fn")
 

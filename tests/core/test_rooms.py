@@ -30,13 +30,16 @@ ROOMS = {name for name, path in MODULES.items() if path.name == "__init__.py" an
 
 @cache
 def names_at(door: str) -> frozenset[str]:
-    """Return the names that a module exports, by ``__all__`` or by imports ``as`` themselves."""
+    """Return the names that a module exports, by ``__all__``, by imports ``as`` themselves, or all of its files'."""
     found: set[str] = set()
     for node in ast.parse(MODULES[door].read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             found |= set(ast.literal_eval(node.value))
         elif isinstance(node, ast.ImportFrom):
             found |= {alias.name for alias in node.names if alias.asname == alias.name}
+            if node.names[0].name == "*" and node.module in MODULES:
+                inside = ast.parse(MODULES[node.module].read_text(encoding="utf-8")).body
+                found |= names_at(node.module) | {name for x in inside if (name := getattr(x, "name", ""))}
     return frozenset(found)
 
 

@@ -357,17 +357,19 @@ def test_masks_of_queries_or_heads_are_refused_by_name() -> None:
 
 def test_sinks_are_a_factor_of_the_result_and_of_all_weights() -> None:
     query, key, value = np.random.default_rng(0).standard_normal((3, 2, 200, 2, 8)).astype(np.float32)
-    arrays = query, key, value, np.float32([0.1, 0.01]), np.float32([3.0, -np.inf])
+    arrays = tuple(map(jnp.asarray, (query, key, value, np.float32([0.1, 0.01]), np.float32([3.0, -np.inf]))))
 
     def loss(implementation: Any, query: Any, key: Any, value: Any, slopes: Any, sinks: Any) -> tuple[Any, Any]:
         result = alibi_jax.attention(query, key, value, slopes, sinks=sinks, implementation=implementation)
         return (result * query).sum(), result
 
     kernel, exact = (
-        jax.jit(jax.grad(functools.partial(loss, x), range(5), has_aux=True))(*map(jnp.asarray, arrays))
+        jax.jit(jax.grad(functools.partial(loss, x), range(5), has_aux=True))(*arrays)
         for x in (TPU(interpret=True), "dense")
     )
     jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-4, atol=1e-4), kernel, exact)
+    with pytest.raises(NotImplementedError, match="calls with sinks .* have first derivatives, in reverse mode, alone"):
+        jax.hessian(lambda sinks: loss("tiled", *arrays[:4], sinks)[0])(arrays[4])
 
 
 def test_no_float64_comes_in_where_it_is_enabled() -> None:

@@ -117,7 +117,7 @@ def test_points_and_gates_are_mapped_compiled_and_checkpointed_with_gradients(na
     array, rules = (points, {"law": "log", "is_causal": False}) if name == "positions" else (gates, {})
 
     def loss(query, key, value, slopes, array):
-        rest = {name: array, "implementation": implementation} | rules
+        rest = {name: array, "sinks": slopes, "implementation": implementation} | rules
         return attention(query, key, value, slopes, **rest).square().sum()
 
     arguments = query, key, value, slopes, array

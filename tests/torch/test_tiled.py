@@ -21,7 +21,7 @@ import alibi_torch  # noqa: E402
 from benchmarks.harness import peak_growth  # noqa: E402
 from tests.support.tiles import Tiling  # noqa: E402
 
-NAMES = ("query", "key", "value", "slopes", "future_slopes")
+NAMES = ("query", "key", "value", "slopes", "future_slopes", "log_gates", "sinks")
 
 
 SLOPES = torch.tensor([1.0, 0.3, 0.0625, 0.0])
@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "is_causal": False,
         "q_offset": torch.tensor([3, -2], dtype=torch.int32),
     },
+    "sinks": {"sinks": SLOPES * 3 - 1, "q_offset": 8},
+    "gates and sinks": {"log_gates": -torch.rand(2, 4, 11), "sinks": SLOPES * 3 - 1, "q_offset": 8},
     "segments": {"segment_ids": (IDS, torch.cat([IDS, IDS[:4]])), "max_key_norm": 10.0},
 }
 
@@ -291,11 +293,11 @@ SECOND: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of what maps over its kernel twice
-@pytest.mark.parametrize("by", ["query", "slopes"])
+@pytest.mark.parametrize("by", ["query", "slopes", "sinks"])
 @pytest.mark.parametrize("transform", SECOND.values(), ids=SECOND)
 def test_second_derivatives_by_any_transform_are_those_of_dense_attention(transform: Any, by: str) -> None:
     inputs = dict(zip(NAMES, tensors((3, 5), batch=1, dtype=torch.float64), strict=False))
-    inputs["slopes"] = SLOPES.double()
+    inputs["slopes"] = inputs["sinks"] = SLOPES.double()
     x = inputs.pop(by)
     x = torch.stack([x, 0.7 * x])
 

@@ -155,8 +155,7 @@ def _without_gradients(
     elif step.is_last_query(call):
         found = step.attend_last_query(call, *unit_strided(query, key, value), norms)
     else:
-        dtype = call.dtype if call.sinks is None else call.working_dtype
-        found = _compute(call, query, key, value, plan_of(call, query, key, norms), dtype)
+        found = _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)
     return _beside_sinks(call, *found)
 
 
