@@ -12,8 +12,9 @@ import numpy as np
 
 import alibi_core
 from alibi_core._arrays import checks
-from alibi_core.conformance.adapter import FEATURES, MOST_TOKENS
+from alibi_core.conformance.adapter import MOST_TOKENS
 from alibi_core.conformance.caller import GRADIENTS
+from alibi_core.conformance.case import FEATURES
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF
 from alibi_core.conformance.reference import TENSORS, Values
 
