@@ -23,7 +23,8 @@ class Adapter(Protocol):
 
     Inputs and results are NumPy arrays, heads first: query ``[batch, num_heads, q_len, head_dim]``, key and value
     ``[batch, num_kv_heads, kv_len, head_dim]``, slopes ``[num_heads]``. They have the adapter's ``dtype``. NumPy lacks
-    bfloat16: its numbers are passed as float32, rounded to bfloat16. Slopes are float32 (float64 in float64).
+    bfloat16: its numbers are passed as float32, rounded to bfloat16. Slopes and gates are float32 (float64
+    in float64).
 
     All attributes are optional.
 

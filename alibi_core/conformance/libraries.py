@@ -60,7 +60,8 @@ class BackendAdapter:
         library: Library of the function's arrays.
         attention: ``attention(query, key, value, slopes, **arguments)``.
         dtype: Name of the dtype of tensors.
-        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``, and its gates so, too.
+        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``, and gates ``[batch, length,
+            heads]``.
         cached: Decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads first,
             for sequences of at most ``MAX_LENGTH`` tokens. Default: no decoding.
         lacks: The names in ``FEATURES`` that the functions do not have.
