@@ -658,15 +658,7 @@ LAWS = (
     *(slopes, causal_bias, symmetric_bias),
     *FEATURE_LAWS,
     *(gates, points, combined, long, large, precision, nowhere, empty, independent),
-    *(
-        gradients,
-        slope_gradients,
-        gate_gradients,
-        point_gradients,
-        long_gradients,
-        large_gradients,
-        cotangents,
-        some_gradients,
-    ),
+    *(gradients, slope_gradients, gate_gradients, point_gradients),
+    *(long_gradients, large_gradients, cotangents, some_gradients),
     *(decoding, long_decoding, continuations, conduct),
 )

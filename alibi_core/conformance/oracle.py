@@ -170,7 +170,7 @@ class Attention:
         biases along the row must be exact.
         """
         # How far each bias lies below the row's largest, without gates.
-        bias = self.bias - self._sums
+        bias = self.bias - self.sums
         falls = np.where(self._visible, highest_of(bias) - np.where(self._visible, bias, 0), 0)
         falls = falls if self.largest_bias is None else np.maximum(falls, self.largest_bias)
         products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
@@ -179,7 +179,8 @@ class Attention:
         return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
 
     @property
-    def _sums(self) -> Any:
+    def sums(self) -> Any:
+        """The sums of gates, 0 where masked."""
         return 0.0 if self.forgotten is None else np.where(self._visible, self.forgotten, 0)
 
     @cached_property
@@ -191,7 +192,7 @@ class Attention:
         """
         if self.forgotten is None:
             return 0.0
-        own = -6 * self._sums
+        own = -6 * self.sums
         return own + (self.weights * own).sum(axis=-1, keepdims=True)
 
     @property

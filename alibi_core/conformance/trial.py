@@ -83,7 +83,7 @@ class Trial:
         bias = alibi_core.bias(case.num_heads, q_len, kv_len, q_offset=offset, contract=contract.name)
         visible = np.isfinite(problem.bias)
         factor = case.scale if contract.name == "falcon" else 1.0  # Falcon adds the bias before it scales
-        bias = np.where(visible, np.where(visible, bias, 0).astype(np.float64) * factor, -np.inf)
+        bias = np.where(visible, np.where(visible, bias, 0).astype(np.float64) * factor + problem.sums, -np.inf)
         return dataclasses.replace(problem, bias=bias)
 
     def attention(self, case: Case, *, nowhere: bool = False) -> None:
