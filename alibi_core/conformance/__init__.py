@@ -28,7 +28,8 @@ A package registers its adapters for :func:`installed_adapters` under this group
 'alibi_core.conformance'
 """
 
-from alibi_core.conformance.adapter import FEATURES, Adapter
+from alibi_core.conformance.adapter import Adapter
+from alibi_core.conformance.case import FEATURES
 from alibi_core.conformance.check import check
 from alibi_core.conformance.golden import GoldenError, check_golden, write_golden
 from alibi_core.conformance.laws import LAWS

@@ -9,51 +9,13 @@ from typing import Any, Protocol
 
 from alibi_core._arrays import checks
 from alibi_core._contracts import named
+from alibi_core.conformance.case import FEATURES, OFFERS, TO_DECLARE
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF
 
 MOST_TOKENS = 544  # the longest decoded sequence: above 512, and no multiple of common block sizes
 FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")
 
-# Features of an attention beyond causal rows with as many queries as keys, each with the argument or behaviour that
-# shows it.
-FEATURES = {
-    "lengths": "more or fewer queries than keys",
-    "offset": "q_offset other than kv_len - q_len",
-    "batch_offsets": "q_offset as an array [batch]",
-    "far": "positions so far from all keys that the bias itself would lose its digits",
-    "symmetric": "is_causal=False",
-    "asymmetric": "future_slopes with is_causal=False",
-    "grouped": "fewer key/value heads than query heads",
-    "wide_heads": "heads of more than 256 features",
-    "window": "window_size",
-    "segments": "segment_ids, a pair of arrays [batch, q_len] and [batch, kv_len], of any integers in any order",
-    "mask": "mask, booleans [batch or 1, num_heads or 1, q_len or 1, kv_len]",
-    "pair_masks": "a mask that differs from query to query",
-    "batch_slopes": "slopes [batch, num_heads]",
-    "scale": "scale",
-    "log_gates": "log_gates [batch, num_heads, kv_len], beside slopes, with is_causal=True",
-    "points": "positions, a pair of arrays [batch, length] or [batch, length, dims], with distance and law",
-    "nowhere": "zeros for a query that sees no key",
-    "empty": "lengths of 0",
-    "slope_gradients": "the gradients of slopes and gates",
-    "some_gradients": "wrt, the names of the arguments whose gradients are asked for",
-    "continuations": "caches that stay as they are, so that two sequences may go on from one",
-}
-_PARAMETERS = {
-    "offset": "q_offset",
-    "symmetric": "is_causal",
-    "asymmetric": "future_slopes",
-    "window": "window_size",
-    "segments": "segment_ids",
-    "mask": "mask",
-    "pair_masks": "mask",
-    "scale": "scale",
-    "log_gates": "log_gates",
-    "points": "positions",
-}
 _BASE = ("slopes", "grad_output", "is_causal", "q_offset")
-# Features that no signature shows and that fail silently: they must be declared.
-TO_DECLARE = {"batch_offsets", "far", "batch_slopes", "continuations"}
 
 
 class Adapter(Protocol):
@@ -61,7 +23,8 @@ class Adapter(Protocol):
 
     Inputs and results are NumPy arrays, heads first: query ``[batch, num_heads, q_len, head_dim]``, key and value
     ``[batch, num_kv_heads, kv_len, head_dim]``, slopes ``[num_heads]``. They have the adapter's ``dtype``. NumPy lacks
-    bfloat16: its numbers are passed as float32, rounded to bfloat16. Slopes are float32 (float64 in float64).
+    bfloat16: its numbers are passed as float32, rounded to bfloat16. Slopes and gates are float32 (float64
+    in float64).
 
     All attributes are optional.
 
@@ -172,8 +135,8 @@ class Offer:
         """Return the features of a function: the declared ones, or else those that its parameters allow."""
         found = self.declared
         if found is None:
-            allowed = {x for x in FEATURES if x not in _PARAMETERS or self.takes(function, _PARAMETERS[x])}
-            found = frozenset(allowed - TO_DECLARE)
+            known = (name for name, x in OFFERS.items() if not x.parameter or self.takes(function, x.parameter))
+            found = frozenset(known) - TO_DECLARE
         return found if self.takes("attention_grad", "wrt") else found - {"some_gradients"}
 
     def takes(self, function: str, parameter: str) -> bool:

@@ -9,11 +9,10 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from alibi_core.conformance.adapter import FEATURES
 from alibi_core.conformance.data import DATA, STEEP
 from alibi_core.conformance.oracle import (
     Answer,
@@ -45,14 +44,10 @@ GATES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
     "strong": lambda rng, shape: -5 * rng.random(shape) ** 4,
     "huge": lambda rng, shape: -1e4 * rng.random(shape) ** 30,
     "closed": lambda rng, shape: np.where(rng.random(shape) < 0.2, -np.inf, -0.3 * rng.random(shape)),
-    "late": lambda rng, shape: np.where(
-        np.arange(shape[2]) > shape[2] // 2, rng.choice([-np.inf, -1e6, -0.3], shape), 0.0
-    ),
-    # One gate after another that makes the running sum up to a million: any order of additions gives the same sums.
-    "large": lambda rng, shape: np.where(
-        np.arange(shape[2]) == shape[2] // 3,
-        -(10.0 ** rng.uniform(4, 6, (*shape[:2], 1))),
-        np.where(np.arange(shape[2]) == 2 * shape[2] // 3, -rng.uniform(0.2, 0.5, (*shape[:2], 1)), 0.0),
+    "late": lambda rng, shape: np.where(np.arange(shape[2]) > shape[2] // 2, rng.choice([-np.inf, -1e6], shape), 0.0),
+    # One gate after a single other that makes the running sum up to a million, whatever the order of additions.
+    "large": lambda rng, shape: (
+        -1e6 * rng.random(shape) * np.eye(1, shape[2], shape[2] // 3) - 0.3 * np.eye(1, shape[2], 2 * shape[2] // 3)
     ),
 }
 COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
@@ -293,6 +288,56 @@ class Case:
         return answers
 
 
+SQUARE, FEWER = Sizes(2, 3, 1, (7, 7), 5), Sizes(2, 2, 1, (5, 11), 3)
+
+
+class Feature(NamedTuple):
+    """A feature of attention beyond causal rows with as many queries as keys.
+
+    ``words`` name the argument or behaviour that shows it. A function without the ``parameter`` lacks it; a function
+    may also refuse its simplest case, ``probe``.
+    """
+
+    words: str
+    parameter: str = ""
+    probe: Case | None = None
+
+
+# What an attention may offer. The features without a probe are taken as offered, but for those to declare.
+# fmt: off
+OFFERS = {
+    "lengths": Feature("more or fewer queries than keys", probe=Case(FEWER)),
+    "offset": Feature("q_offset other than kv_len - q_len", "q_offset", Case(SQUARE, q_offset=2)),
+    "batch_offsets": Feature("q_offset as an array [batch]"),
+    "far": Feature("positions so far from all keys that the bias itself would lose its digits"),
+    "symmetric": Feature("is_causal=False", "is_causal", Case(SQUARE, "symmetric")),
+    "asymmetric": Feature("future_slopes with is_causal=False", "future_slopes", Case(SQUARE, "asymmetric")),
+    "grouped": Feature("fewer key/value heads than query heads", probe=Case(Sizes(1, 3, 2, (7, 7), 8))),
+    "wide_heads": Feature("heads of more than 256 features", probe=Case(Sizes(1, 1, 1, (2, 2), 264))),
+    "window": Feature("window_size", "window_size", Case(SQUARE, window_size=2)),
+    "segments": Feature("segment_ids, a pair of arrays [batch, q_len] and [batch, kv_len], of any integers in any "
+                        "order", "segment_ids", Case(SQUARE, packing="pair")),
+    "mask": Feature("mask, booleans [batch or 1, num_heads or 1, q_len or 1, kv_len]", "mask",
+                    Case(SQUARE, masking="by key")),
+    "pair_masks": Feature("a mask that differs from query to query", "mask", Case(SQUARE, masking="by query")),
+    "batch_slopes": Feature("slopes [batch, num_heads]"),
+    "scale": Feature("scale", "scale", Case(SQUARE, scaling=0.25)),
+    "log_gates": Feature("log_gates [batch, num_heads, kv_len], beside slopes, with is_causal=True", "log_gates",
+                         Case(SQUARE, gates="strong")),
+    "points": Feature("positions, a pair of arrays [batch, length] or [batch, length, dims], with distance and law",
+                      "positions", Case(SQUARE, points=("line", "manhattan", "linear"))),
+    "nowhere": Feature("zeros for a query that sees no key"),
+    "empty": Feature("lengths of 0", probe=Case(Sizes(2, 3, 1, (0, 0), 5))),
+    "slope_gradients": Feature("the gradients of slopes and gates"),
+    "some_gradients": Feature("wrt, the names of the arguments whose gradients are asked for"),
+    "continuations": Feature("caches that stay as they are, so that two sequences may go on from one"),
+}
+# fmt: on
+FEATURES = {name: x.words for name, x in OFFERS.items()}
+# Features that no signature shows and that fail silently: they must be declared.
+TO_DECLARE = {"batch_offsets", "far", "batch_slopes", "continuations"}
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: ``"1 query"``, ``"3 queries"``."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
@@ -312,25 +357,23 @@ def _structured(kind: str, cotangent: Values) -> Values:
 
 
 SMALL = 64  # up to this many elements, more seeds are tried: a slope of 0 or a single key hides mistakes
-# By option of a case: its values, and the values for dense draws if these are others.
-OPTIONS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "q_offset": ((-3, 0, 4, 13, FAR, PER_BATCH), (*range(-3, 14), FAR, PER_BATCH)),
-    "window_size": ((0, 1, 4), tuple(range(7))),
-    "packing": (("pair", "same", "one row", "mixed"), ()),
-    "masking": (("by query", "by key", "by head"), ()),
-    "scaling": ((0.25, 1.0, 2.0**-5, 0.0), ()),
-    "slopes_per_batch": ((True,), ()),
-    "gates": (tuple(GATES), ()),
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "q_offset": (-3, 0, 4, 13, FAR, PER_BATCH),
+    "window_size": (0, 1, 4),
+    "packing": ("pair", "same", "one row", "mixed"),
+    "masking": ("by query", "by key", "by head"),
+    "scaling": (0.25, 1.0, 2.0**-5, 0.0),
+    "slopes_per_batch": (True,),
+    "gates": tuple(GATES),
 }
 Choose = Callable[[Sequence[Any]], Any]
 
 
 @functools.cache
-def option_values(features: frozenset[str], *, is_dense: bool = False) -> dict[str, tuple[Any, ...]]:
+def option_values(features: frozenset[str]) -> dict[str, tuple[Any, ...]]:
     """Return the values of the options that these features allow."""
     size, found = Sizes(2, 1, 1, (1, 99), 1), dict[str, tuple[Any, ...]]()  # no q_offset of OPTIONS is its default
-    for name, (few, dense) in OPTIONS.items():
-        values = dense if is_dense and dense else few
+    for name, values in OPTIONS.items():
         allowed = tuple(x for x in values if Case(size, **{name: x}).features <= features | {"lengths"})
         found |= {name: allowed} if allowed else {}
     return found
@@ -341,13 +384,11 @@ def draw_case(
     sizes: Sequence[Sizes],
     forms: Sequence[str],
     features: Collection[str],
-    *,
-    is_dense: bool = False,
     **more: Sequence[Any],
 ) -> Case:
     """Draw a case: each option that features allow with probability 1/2, and one value each of ``more``."""
     options = {"form": choose(forms)} | {name: choose(values) for name, values in more.items()}
-    for name, values in option_values(frozenset(features), is_dense=is_dense).items():
+    for name, values in option_values(frozenset(features)).items():
         if (name != "gates" or options["form"] == "causal") and choose((False, True)):
             options[name] = choose(values)
     return Case(choose(sizes), **options)

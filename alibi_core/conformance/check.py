@@ -12,11 +12,11 @@ import numpy as np
 
 from alibi_core._arrays import checks
 from alibi_core._contracts import CONTRACTS
-from alibi_core.conformance.adapter import FEATURES, FUNCTIONS, TO_DECLARE, Offer
+from alibi_core.conformance.adapter import FUNCTIONS, Offer
 from alibi_core.conformance.caller import Caller, CallError, DepartureError
-from alibi_core.conformance.case import Case, Sizes
+from alibi_core.conformance.case import FEATURES, OFFERS, TO_DECLARE
 from alibi_core.conformance.diagnose import diagnose
-from alibi_core.conformance.laws import FEWER, GROUPED, LAWS, SQUARE, Law
+from alibi_core.conformance.laws import LAWS, Law, is_answered
 from alibi_core.conformance.report import Counterexample, Diagnosis, LawReport, Report
 from alibi_core.conformance.trial import Trial
 
@@ -138,36 +138,14 @@ def find_refusals(caller: Caller, function: str) -> dict[str, str]:
     A trial call that crashes counts as offered, so that a law reports the crash. Declared features are not tried.
     """
     offer, refusals = caller.offer, dict[str, str]()
-    calls: dict[str, Callable[[Case], Any]] = {
-        "attention": caller.attention,
-        "attention_grad": caller.gradients,
-        "bias": lambda case: caller.bias(case.num_heads, *case.sizes.lengths, case.arguments.get("is_causal", True)),
-        "decode_step": lambda case: caller.decode_step(case.arrays, case.arrays["slopes"], None),
-    }
-    if offer.declared is not None or function not in offer.functions.keys() & calls.keys():
+    if offer.declared is not None or function not in offer.functions.keys() - {"slopes"}:
         return {}
     features = offer.features_of(function)
-    for feature in sorted(features & _PROBES.keys()) if function != "decode_step" else ["grouped"]:
+    for feature in sorted(features) if function != "decode_step" else ["grouped"]:
+        if (case := OFFERS[feature].probe) is None:
+            continue
         try:
-            calls[function](Trial(caller, features).fitted(_PROBES[feature]))
+            is_answered(Trial(caller, features), function, case)
         except CallError as error:
             refusals |= {feature: str(error)} if error.kind == "refused" else {}
     return refusals
-
-
-_PROBES = {
-    "lengths": Case(FEWER),
-    "offset": Case(SQUARE, q_offset=2),
-    "symmetric": Case(SQUARE, "symmetric"),
-    "asymmetric": Case(SQUARE, "asymmetric"),
-    "grouped": Case(GROUPED[-1]),
-    "window": Case(SQUARE, window_size=2),
-    "segments": Case(SQUARE, packing="pair"),
-    "mask": Case(SQUARE, masking="by key"),
-    "pair_masks": Case(SQUARE, masking="by query"),
-    "wide_heads": Case(Sizes(1, 1, 1, (2, 2), 264)),
-    "scale": Case(SQUARE, scaling=0.25),
-    "log_gates": Case(SQUARE, gates="strong"),
-    "points": Case(SQUARE, points=("line", "manhattan", "linear")),
-    "empty": Case(Sizes(2, 3, 1, (0, 0), 5)),
-}

@@ -32,7 +32,7 @@ Found = list[tuple[Mistake, str | None]]
 Answers = dict[str, Values]
 MOST_UNEXPLAINED = 3, 15  # after so many probes without an explanation, pairs are no longer tried, then no mistake is
 # Above this many simulated scores, pairs are no longer tried; single mistakes up to five times as many.
-WORK = 12_000_000
+WORK = 12_500_000
 CALL = 500  # fixed cost of a simulated call, in scores
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 32, 40, 71, 112)
 # Not sorted, no powers of two, not exact in bfloat16: any wrong use of slopes changes the result.
@@ -43,11 +43,6 @@ MASK = (_rng.random((2, 6, 7, 7)) < 0.6) | np.eye(7, dtype=bool)
 IDS = np.asarray(((0, 0, 0, 1, 1, 2, 2), (3, 3, -3, -3, 5, 5, 0)), np.int32)
 LONG_IDS = np.asarray(((0, 0, 0, 1, 1, 1, 2, 2, 2), (3, 3, 5, 5, 5, 5, 5, 0, 0)), np.int32)
 NOWHERE_IDS = tuple(np.asarray([x] * 2, np.int32) for x in ((0, 1, 1, 1, 4, 4, 4), (0, 0, 1, 1, 2, 2, 2)))
-TIMES = np.cumsum(_rng.uniform(0, 4, (2, 7)), axis=1).astype(np.float32)
-PATCHES = _rng.uniform(-3, 3, (2, 7, 2)).astype(np.float32)
-GATES = -_rng.uniform(0.1, 2, (2, 6, 7)).astype(np.float32)
-LARGE_GATES = np.where(np.arange(7) == 1, np.float32(-300_000), GATES * (np.arange(7) == 4))
-WITHOUT = np.where(np.arange(7)[:, None] == 2, np.nan, PATCHES).astype(np.float32)  # a token without a position
 
 # The probes of attention and gradients, the simplest first: (q_len, kv_len), and further arguments of make_case.
 SYMMETRIC: dict[str, Any] = {"is_causal": False}
@@ -96,13 +91,10 @@ PROBES: tuple[tuple[tuple[int, int], dict[str, Any]], ...] = (
     *(((4, n), {"slopes": FLAT}) for n in (49, 65, 97, 129)),
     *(((n, n), {"slopes": FLAT}) for n in (65, 130)),
     ((130, 130), SYMMETRIC | {"slopes": FLAT}),
-    *(((7, 7), {"positions": (TIMES, TIMES), "distance": "manhattan", "law": x}) for x in ("linear", "log")),
-    *(
-        ((7, 7), SYMMETRIC | {"positions": (x, x), "distance": "euclidean", "law": "linear"})
-        for x in (PATCHES, WITHOUT)
-    ),
-    *((lengths, {"log_gates": GATES}) for lengths in ((7, 7), (4, 7))),
-    ((7, 7), {"log_gates": LARGE_GATES, "slopes": FLAT}),
+    *(((7, 7), SYMMETRIC | {"points": ("times", "manhattan", x)}) for x in ("linear", "log")),
+    *(((7, 7), SYMMETRIC | {"points": (x, "euclidean", "linear")}) for x in ("space", "class token")),
+    *((lengths, {"gates": "strong"}) for lengths in ((7, 7), (4, 7))),
+    ((7, 7), {"gates": "large", "slopes": FLAT}),
     ((5, 11), {"q_offset": 1_000_000}),
 )
 BIASES = ((7, 7), (4, 11), (11, 5), (1, 9), (130, 130), (2, 523))
@@ -118,6 +110,8 @@ def make_case(
     num_heads: int = 6,
     group: int = 1,
     head_dim: int = 8,
+    points: tuple[str, str, str] | None = None,
+    gates: str | None = None,
     **arguments: Any,
 ) -> Case:
     """Return the case of a probe: queries times ``size``, and slopes, repeated if there are more heads."""
@@ -125,11 +119,12 @@ def make_case(
     if not offer.has_slopes:
         own = reference.make_slopes((), num_heads, offer.contract).astype(np.float32)
     sizes = Sizes(2, num_heads // group, group, lengths, head_dim)
-    drawn = Case(sizes, scaling=arguments.get("scale"), slopes_per_batch=own.ndim > 1, seed=sum(lengths))
+    options: dict[str, Any] = {"scaling": arguments.get("scale"), "points": points, "gates": gates}
+    drawn = Case(sizes, **options, slopes_per_batch=own.ndim > 1, seed=sum(lengths))
     arrays = {name: drawn.arrays[name] / drawn.arrays[name].std() for name in (*TENSORS, "cotangent")}
     arrays |= {"query": arrays["query"] * size, "slopes": own.astype(np.float64)}
     form = "causal" if arguments.get("is_causal", True) else "symmetric"
-    return drawn.with_arguments(form, arguments).with_arrays(**arrays)
+    return drawn.with_arguments(form, drawn.arguments | arguments).with_arrays(**arrays)
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from alibi_core._arrays import checks
 from alibi_core._safetensors import FLOATING, NAMES, StoredTensor, content_of, tensors_in
 from alibi_core._slopes import slope_values
 from alibi_core.conformance.caller import MASKED
-from alibi_core.conformance.case import FAR, Case, Sizes
+from alibi_core.conformance.case import FAR, PER_BATCH, Case, Sizes
 from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, excess
 from alibi_core.conformance.reference import TENSORS, Values
 from alibi_core.conformance.report import Counterexample, LawReport, Report
@@ -28,82 +28,60 @@ DTYPES = tuple(UNIT_ROUNDOFF)
 MOST_HEADS = 128
 
 SQUARE, FEWER, GROUPED = Sizes(2, 3, 1, (7, 7), 5), Sizes(1, 3, 1, (5, 11), 3), Sizes(2, 2, 2, (7, 7), 3)
-EIGHT, TWELVE = Sizes(1, 8, 1, (9, 9), 4), Sizes(1, 12, 1, (6, 6), 2)
-GENTLE = (2.0**-5, 2.0**-8, 2.0**-6)  # slopes whose bias fits float16 at a million tokens
+EIGHT = Sizes(1, 8, 1, (9, 9), 4)
 # fmt: off
-# Name, description, case, and slopes: None for the slopes that the case draws, () for the canonical slopes.
-ATTENTION: tuple[tuple[str, str, Case, tuple[float, ...] | None], ...] = (
-    ("causal", "causal rows, as many queries as keys", Case(SQUARE), ()),
-    ("one_token", "one query, one key, one feature", Case(Sizes(1, 1, 1, (1, 1), 1)), ()),
-    ("eight_heads", "eight heads, whose slopes are powers of two", Case(EIGHT), ()),
-    ("twelve_heads", "twelve heads, no power of two", Case(TWELVE), ()),
-    ("grouped", "two query heads share each key/value head", Case(GROUPED), ()),
-    ("multi_query", "all query heads share one key/value head", Case(Sizes(2, 1, 4, (7, 7), 3)), ()),
-    ("grouped_lengths", "three query heads share a key/value head", Case(Sizes(1, 2, 3, (5, 11), 3)), None),
-    ("fewer_queries", "fewer queries than keys: the last query is at the last key", Case(FEWER), ()),
-    ("single_query", "one query, as in decoding", Case(Sizes(2, 2, 2, (1, 13), 4)), ()),
-    ("more_queries", "more queries than keys: the first ones look nowhere", Case(Sizes(1, 2, 1, (11, 5), 3)), ()),
-    ("offset", "the first query is at position 4 of 11", Case(FEWER, q_offset=4), ()),
-    ("offset_before", "queries begin before all keys: some look nowhere", Case(FEWER, q_offset=-3), ()),
-    ("offset_after", "all queries lie after all keys", Case(FEWER, q_offset=13), ()),
-    ("offset_far", "queries a million tokens after the keys", Case(FEWER, q_offset=FAR), GENTLE),
-    ("offset_per_batch", "an offset for each batch entry", Case(Sizes(3, 2, 1, (5, 7), 3), q_offset=-FAR), ()),
-    ("symmetric", "keys after the query count like those before it", Case(SQUARE, "symmetric"), ()),
-    ("symmetric_offset", "the same, queries between keys", Case(FEWER, "symmetric", q_offset=3), ()),
-    ("asymmetric", "slopes of their own for keys after the query", Case(SQUARE, "asymmetric", seed=1), None),
-    ("clamped", "keys after the query are at distance 0", Case(SQUARE, "clamped"), ()),
-    ("window", "no key farther than 2 tokens", Case(SQUARE, window_size=2), ()),
-    ("window_of_none", "no key but the query's own", Case(SQUARE, window_size=0), ()),
-    ("window_symmetric", "no key farther than 3 tokens", Case(SQUARE, "symmetric", window_size=3), ()),
-    ("segments", "packed sequences", Case(Sizes(2, 2, 1, (12, 12), 3), packing="same"), ()),
-    ("segments_symmetric", "packed sequences", Case(SQUARE, "symmetric", packing="same"), ()),
-    ("segments_lengths", "packed sequences, queries and keys by themselves", Case(FEWER, packing="pair"), ()),
-    ("mask", "a mask for each query and key", Case(SQUARE, masking="by query"), ()),
-    ("mask_by_head", "a mask for each head, query and key", Case(SQUARE, masking="by head"), ()),
-    ("padding", "padding at the end", Case(SQUARE, "symmetric", masking="padding"), ()),
-    ("slopes_per_batch", "slopes for each batch entry", Case(SQUARE, slopes_per_batch=True, seed=2), None),
-    ("scale", "a scale that is not the default", Case(SQUARE, scaling=0.375), ()),
-    ("no_slopes", "slopes of 0 among others", Case(SQUARE), (0.5, 0.0625, 0.0)),
-    ("steep", "slopes so steep that the nearest key takes all", Case(SQUARE), (8.0, 64.0, 4.0)),
-    ("no_keys", "no keys: every query looks nowhere", Case(Sizes(1, 2, 1, (3, 0), 3)), ()),
-    ("no_queries", "no queries", Case(Sizes(1, 2, 1, (0, 3), 3)), ()),
-    ("long", "a row of 257 keys", Case(Sizes(1, 3, 1, (6, 257), 8)), ()),
-    ("long_square", "100 queries", Case(Sizes(1, 2, 1, (100, 100), 4)), (0.25, 2.0**-7)),
-    ("long_grouped", "a row of 300 keys, grouped heads", Case(Sizes(1, 1, 3, (4, 300), 5)), (0.5, 0.0625, 0.0)),
-    ("long_window", "a row of 260 keys, of which 64", Case(Sizes(1, 2, 1, (4, 260), 4), window_size=64), ()),
-    ("positions", "whole positions on a line, some of them shared",
-     Case(FEWER, points=("line", "manhattan", "linear")), ()),
-    ("law", "a law that is not linear, without positions",
-     Case(FEWER, "asymmetric", points=("indices", "manhattan", "log"), seed=1), None),
-    ("times", "times, and a law that is not linear", Case(SQUARE, points=("times", "manhattan", "sqrt")), ()),
-    ("times_asymmetric", "slopes of their own for keys at later times",
-     Case(SQUARE, "asymmetric", points=("times", "manhattan", "log"), seed=1), None),
-    ("grid", "points in the plane", Case(GROUPED, "symmetric", points=("grid", "manhattan", "linear")), ()),
-    ("grid_euclidean", "points in the plane, and a mask",
-     Case(SQUARE, "symmetric", masking="by query", points=("grid", "euclidean", "linear")), ()),
-    ("space", "points in space", Case(FEWER, "symmetric", points=("space", "chebyshev", "log")), ()),
-    ("class_token", "a token without a position",
-     Case(SQUARE, "symmetric", points=("class token", "euclidean", "sqrt")), ()),
-    ("class_token_segments", "the same, with packed sequences",
-     Case(FEWER, "symmetric", packing="pair", points=("class token", "manhattan", "linear")), ()),
-    ("gates", "forget gates, and slopes beside them", Case(GROUPED, gates="strong"), ()),
-    ("gates_closed", "closed gates in place of slopes, in packed sequences, and a mask of keys",
-     Case(FEWER, packing="pair", masking="by key", gates="closed"), (0.0,)),
-    ("gates_large", "sums of gates up to a million", Case(Sizes(1, 2, 1, (6, 130), 4), gates="large"), (0.0, 0.0625)),
-    ("everything", "most of the above at once",
-     Case(Sizes(2, 2, 2, (7, 11), 3), "asymmetric", -FAR, 6, "pair", "by head", True, scaling=0.75, seed=3), None),
-)
-BIASES = tuple(row for row in ATTENTION if row[0] in (
+ATTENTION = {
+    "causal": Case(SQUARE), "one_token": Case(Sizes(1, 1, 1, (1, 1), 1)),
+    "eight_heads": Case(EIGHT), "twelve_heads": Case(Sizes(1, 12, 1, (6, 6), 2)),
+    "grouped": Case(GROUPED), "multi_query": Case(Sizes(2, 1, 4, (7, 7), 3)),
+    "grouped_lengths": Case(Sizes(1, 2, 3, (5, 11), 3)), "fewer_queries": Case(FEWER),
+    "single_query": Case(Sizes(2, 2, 2, (1, 13), 4)), "more_queries": Case(Sizes(1, 2, 1, (11, 5), 3)),
+    "offset": Case(FEWER, q_offset=4), "offset_before": Case(FEWER, q_offset=-3),
+    "offset_after": Case(FEWER, q_offset=13), "offset_far": Case(FEWER, q_offset=FAR),
+    "offset_per_batch": Case(Sizes(3, 2, 1, (5, 7), 3), q_offset=PER_BATCH),
+    "symmetric": Case(SQUARE, "symmetric"), "symmetric_offset": Case(FEWER, "symmetric", q_offset=3),
+    "asymmetric": Case(SQUARE, "asymmetric", seed=1), "clamped": Case(SQUARE, "clamped"),
+    "window": Case(SQUARE, window_size=2), "window_of_none": Case(SQUARE, window_size=0),
+    "window_symmetric": Case(SQUARE, "symmetric", window_size=3),
+    "segments": Case(Sizes(2, 2, 1, (12, 12), 3), packing="same"),
+    "segments_symmetric": Case(SQUARE, "symmetric", packing="same"), "segments_lengths": Case(FEWER, packing="pair"),
+    "mask": Case(SQUARE, masking="by query"), "mask_by_head": Case(SQUARE, masking="by head"),
+    "padding": Case(SQUARE, "symmetric", masking="padding"),
+    "slopes_per_batch": Case(SQUARE, slopes_per_batch=True, seed=2), "scale": Case(SQUARE, scaling=0.375),
+    "no_slopes": Case(SQUARE), "steep": Case(SQUARE),
+    "no_keys": Case(Sizes(1, 2, 1, (3, 0), 3)), "no_queries": Case(Sizes(1, 2, 1, (0, 3), 3)),
+    "long": Case(Sizes(1, 3, 1, (6, 257), 8)), "long_square": Case(Sizes(1, 2, 1, (100, 100), 4)),
+    "long_grouped": Case(Sizes(1, 1, 3, (4, 300), 5)), "long_window": Case(Sizes(1, 2, 1, (4, 260), 4), window_size=64),
+    "positions": Case(FEWER, points=("line", "manhattan", "linear")),
+    "law": Case(FEWER, "asymmetric", points=("indices", "manhattan", "log"), seed=1),
+    "times": Case(SQUARE, points=("times", "manhattan", "sqrt")),
+    "times_asymmetric": Case(SQUARE, "asymmetric", points=("times", "manhattan", "log"), seed=1),
+    "grid": Case(GROUPED, "symmetric", points=("grid", "manhattan", "linear")),
+    "grid_euclidean": Case(SQUARE, "symmetric", masking="by query", points=("grid", "euclidean", "linear")),
+    "space": Case(FEWER, "symmetric", points=("space", "chebyshev", "log")),
+    "class_token": Case(SQUARE, "symmetric", points=("class token", "euclidean", "sqrt")),
+    "class_token_segments": Case(FEWER, "symmetric", packing="pair", points=("class token", "manhattan", "linear")),
+    "gates": Case(GROUPED, gates="strong"), "gates_large": Case(Sizes(1, 2, 1, (6, 130), 4), gates="large"),
+    "gates_closed": Case(FEWER, packing="pair", masking="by key", gates="closed"),
+    "everything": Case(Sizes(2, 2, 2, (7, 11), 3), "asymmetric", PER_BATCH, 6, "pair", "by head", True, 3, scaling=0.5),
+}
+# Slopes of cases that have neither the canonical ones nor their own for each batch entry.
+SLOPES: dict[str, tuple[float, ...]] = {
+    "no_slopes": (0.5, 0.0625, 0.0), "steep": (8.0, 64.0, 4.0), "long_square": (0.25, 2.0**-7),
+    "long_grouped": (0.5, 0.0625, 0.0), "gates_closed": (0.0,), "gates_large": (0.0, 0.0625),
+    "offset_far": (2.0**-5, 2.0**-8, 2.0**-6),  # their bias fits float16 at a million tokens
+}
+BIASES = (
     "causal", "eight_heads", "twelve_heads", "fewer_queries", "more_queries", "offset", "offset_before", "offset_far",
     "offset_per_batch", "symmetric", "symmetric_offset", "asymmetric", "clamped", "window", "window_symmetric",
-    "segments", "slopes_per_batch", "long"))
-# As in ATTENTION, then the lengths of the steps: a prompt first, then mostly single tokens.
-DECODES = (
-    ("eight_heads", "a prompt of 5 tokens, then one at a time", Case(EIGHT), (), [5, 1, 1, 1, 1]),
-    ("grouped", "the same with grouped heads, some tokens at once", Case(GROUPED), (), [3, 1, 2, 1]),
-    ("from_nothing", "no prompt: one token at a time", Case(Sizes(2, 3, 1, (6, 6), 3)), (), [1] * 6),
-    ("long", "a prompt of 120 tokens", Case(Sizes(1, 2, 2, (124, 124), 3)), (), [120, 1, 1, 1, 1]),
+    "segments", "slopes_per_batch", "long",
 )
+# The lengths of the steps: a prompt first, or none, then mostly single tokens.
+DECODES = {
+    "eight_heads": (Case(EIGHT), [5, 1, 1, 1, 1]), "grouped": (Case(GROUPED), [3, 1, 2, 1]),
+    "from_nothing": (Case(Sizes(2, 3, 1, (6, 6), 3)), [1] * 6),
+    "long": (Case(Sizes(1, 2, 2, (124, 124), 3)), [120, 1, 1, 1, 1]),
+}
 # fmt: on
 # By case: scheme, contract, and the error budget of slopes in units of roundoff. The power may be off by about one unit
 # in the last place, and its storage by another. Exponents that are not dyadic are rounded first, which costs their size
@@ -232,28 +210,29 @@ def _entries() -> Iterator[Entry]:
         }
         is_exact = contract in ("exact", "geometric")  # the other contracts are defined in float32
         yield about, {}, {"slopes": (np.concatenate(rows), _relative(units, is_exact=is_exact))}
-    for name, description, case, slopes in BIASES:
-        case = _exact_in_all_dtypes(name, case, slopes)
-        about = _about("bias", name, description, case, contract="exact")
-        yield about, _options(case), {"bias": (case.exact("float64").bias + 0.0, _relative(1))}
     for contract, (num_heads, kv_len) in KEY_ONLY.items():
-        own = tuple(slope_values(num_heads, contract=contract))
-        case = _exact_in_all_dtypes(contract, Case(Sizes(1, num_heads, 1, (5, kv_len), 1)), own)
-        description = f"the bias of {contract}'s checkpoints, as alibi_core.bias documents it"
-        about = _about("bias", contract, description, case, contract=contract) | {"default_slopes": True}
+        slopes = slope_values(num_heads, contract=contract)
+        case = _exact_in_all_dtypes(contract, Case(Sizes(1, num_heads, 1, (5, kv_len), 1)), slopes)
+        about = _about("bias", contract, case, contract=contract) | {"default_slopes": True}
         # The core's own numbers: contracts are defined by their rounding.
         bias = alibi_core.bias(num_heads, 5, kv_len, contract=contract)[None].astype(np.float64)
         yield about, _options(case), {"bias": (bias, _relative(RULES[contract][2] + 1, is_exact=False))}
-    for name, description, case, slopes in ATTENTION:
-        case = _exact_in_all_dtypes(name, case, slopes)
-        about = _about("attention", name, description, case)
-        inputs = {x: case.arrays[x] for x in TENSORS} | _options(case) | {"grad_output": case.arrays["cotangent"]}
-        yield about, inputs, _results(case, about)
-    for name, description, case, slopes, steps in DECODES:
-        case = _exact_in_all_dtypes(name, case, slopes)
-        about = _about("decode", name, description, case, steps=steps)
-        inputs = {x: case.arrays[x] for x in TENSORS} | _options(case)
-        yield about, inputs, {"output": _results(case, about)["output"]}
+    cases: list[tuple[str, str, Case, dict[str, Any]]] = [
+        *(("bias", name, ATTENTION[name], {"contract": "exact"}) for name in BIASES),
+        *(("attention", name, case, {}) for name, case in ATTENTION.items()),
+        *(("decode", name, case, {"steps": steps}) for name, (case, steps) in DECODES.items()),
+    ]
+    for kind, name, case, further in cases:
+        case = _exact_in_all_dtypes(name, case, SLOPES.get(name, slope_values(case.num_heads)))
+        about, options = _about(kind, name, case, **further), _options(case)
+        if kind == "bias":
+            yield about, options, {"bias": (case.exact("float64").bias + 0.0, _relative(1))}
+            continue
+        inputs, results = {x: case.arrays[x] for x in TENSORS} | options, _results(case, about)
+        if kind == "attention":
+            yield about, inputs | {"grad_output": case.arrays["cotangent"]}, results
+        else:
+            yield about, inputs, {"output": results["output"]}
 
 
 def _relative(units: float, *, is_exact: bool = True) -> dict[str, Any]:
@@ -265,14 +244,12 @@ def _relative(units: float, *, is_exact: bool = True) -> dict[str, Any]:
     return found
 
 
-def _exact_in_all_dtypes(name: str, case: Case, slopes: tuple[float, ...] | None) -> Case:
+def _exact_in_all_dtypes(name: str, case: Case, slopes: Sequence[float]) -> Case:
     """Return a case with these slopes and with tensors exact in all dtypes: multiples of 1/8 of at most 7 bits."""
     drawn = Case(case.sizes, seed=zlib.crc32(name.encode()) + case.seed).arrays
     arrays = {x: np.clip(np.round(drawn[x] * 8), -127, 127) / 8 for x in (*TENSORS, "cotangent")}
-    arrays["slopes"] = case.arrays["slopes"]
-    if slopes is not None:
-        own = slopes or slope_values(case.num_heads)
-        arrays["slopes"] = np.resize(np.asarray(own, np.float32), case.num_heads).astype(np.float64)
+    if not case.slopes_per_batch:
+        arrays["slopes"] = np.resize(np.asarray(slopes, np.float32), case.num_heads).astype(np.float64)
     return case.with_arrays(**arrays)
 
 
@@ -291,7 +268,7 @@ def _options(case: Case) -> dict[str, Values]:
     return options
 
 
-def _about(kind: str, name: str, description: str, case: Case, **further: Any) -> dict[str, Any]:
+def _about(kind: str, name: str, case: Case, **further: Any) -> dict[str, Any]:
     """Return the entry of a case in the index, without its tensors."""
     given, size, (q_len, kv_len) = case.arguments, case.sizes, case.sizes.lengths
     offset = given.get("q_offset", kv_len - q_len)
@@ -313,7 +290,7 @@ def _about(kind: str, name: str, description: str, case: Case, **further: Any) -
     return {
         "id": f"{kind}/{name}",
         "kind": kind,
-        "description": description,
+        "description": str(case).rpartition(", seed")[0],
         "features": sorted(features),
         "default_slopes": case.arrays["slopes"].tolist() == slope_values(case.num_heads),
         "arguments": arguments | further,

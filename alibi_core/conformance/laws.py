@@ -24,10 +24,12 @@ from alibi_core.conformance.adapter import MOST_TOKENS
 from alibi_core.conformance.caller import GRADIENTS, CallError, DepartureError, decoded
 from alibi_core.conformance.case import (
     COTANGENTS,
+    FEWER,
     FORMS,
     GATES,
     PER_BATCH,
     SMALL,
+    SQUARE,
     Case,
     Sizes,
     draw_case,
@@ -39,13 +41,13 @@ from alibi_core.conformance.reference import TENSORS, make_bias
 from alibi_core.conformance.trial import Trial
 
 # Few sizes, because compiling each takes long, the smallest first; in most, all axes have different lengths.
-PLAIN = (Sizes(1, 1, 1, (1, 1), 1), Sizes(1, 1, 1, (2, 2), 1), Sizes(2, 3, 1, (7, 7), 5))
-SQUARE = PLAIN[-1]
-FEWER, MORE = Sizes(2, 2, 1, (5, 11), 3), Sizes(2, 3, 1, (11, 5), 3)
+PLAIN = (Sizes(1, 1, 1, (1, 1), 1), Sizes(1, 1, 1, (2, 2), 1), SQUARE)
+MORE = Sizes(2, 3, 1, (11, 5), 3)
 UNEQUAL = (Sizes(1, 1, 1, (1, 2), 1), Sizes(2, 5, 1, (1, 13), 2), FEWER, MORE)
 GROUPED = (Sizes(1, 2, 2, (2, 2), 1), Sizes(2, 1, 2, (7, 7), 3), Sizes(1, 3, 2, (7, 7), 8))
 # Long enough for several blocks of 64 keys or more, and for horizons shorter than the row.
 LONG = Sizes(2, 3, 1, (150, 150), 4)
+GATED = (PLAIN[1], SQUARE, GROUPED[-1], LONG)
 LONGER = (
     Sizes(2, 2, 2, (150, 150), 4),
     Sizes(1, 3, 1, (70, 200), 3),
@@ -197,16 +199,18 @@ def feature_law(
     statement: str,
     sizes: tuple[Sizes, ...] = PLAIN,
     forms: tuple[str, ...] = CAUSAL,
+    name: str = "",
+    **options: tuple[Any, ...],
 ) -> Law:
-    """Return the law of a feature, which tries all values of its option; it needs the feature unless ``"causal"``."""
+    """Return the law of a feature, by default of all values of its option; it needs the feature unless ``"causal"``."""
 
     def cases(trial: Trial) -> Iterator[Case]:
         own = {feature, "batch_offsets", "far"} if feature == "offset" else {feature}
-        options = option_values(frozenset(own) & trial.features) or {"seed": (0,)}
-        values = [{"form": form, name: x} for form in forms for name, found in options.items() for x in found]
+        tried = options or option_values(frozenset(own) & trial.features) or {"seed": (0,)}
+        values = [{"form": form, option: x} for form in forms for option, found in tried.items() for x in found]
         values = [x for x in values if trial.offers(Case(SQUARE, **x))]
-        tried = sizes + UNEQUAL * (feature not in ("causal", "grouped", "lengths"))
-        ordered = sorted((x for x in tried if trial.offers(Case(x))), key=lambda x: x.elements)
+        own_sizes = sizes + UNEQUAL * (feature not in ("causal", "grouped", "lengths"))
+        ordered = sorted((x for x in own_sizes if trial.offers(Case(x))), key=lambda x: x.elements)
         # Small sizes are tried with every value. Larger sizes share the values among them, to save compilation.
         small, large = ([x for x in ordered if (x.elements <= SMALL) is is_small] for is_small in (True, False))
         yield from trial.seeded(Case(size, **x) for size in small for x in values)
@@ -215,7 +219,12 @@ def feature_law(
         yield from further_cases(feature)
 
     needs = {feature} - {"causal"} | ({"symmetric"} if feature == "asymmetric" else set())
-    return Law(feature, statement, "attention", frozenset(needs), holding(Trial.attention, cases))
+    return Law(name or feature, statement, "attention", frozenset(needs), holding(Trial.attention, cases))
+
+
+def gate_law(name: str, statement: str, *kinds: str) -> Law:
+    """Return the law of forget gates of these kinds."""
+    return feature_law("log_gates", statement, GATED, name=name, gates=kinds)
 
 
 # fmt: off
@@ -233,6 +242,11 @@ FEATURE_LAWS = (
                 forms=BOTH),
     feature_law("batch_slopes", "Each batch entry has slopes of its own"),
     feature_law("scale", "Scores are multiplied by the scale, and the bias is not"),
+    gate_law("constant_gates", "Constant gates are ALiBi, beside slopes or in place of them", "constant"),
+    gate_law("open_gates", "A gate of 0 forgets nothing", "open"),
+    gate_law("closed_gates", "A closed gate hides the past from its token and all later ones", "closed"),
+    gate_law("late_gates", "A gate changes nothing for the queries before it", "late"),
+    gate_law("large_gates", "Sums of gates are exact, however much was forgotten before them", "large", "huge"),
 )
 # fmt: on
 
@@ -241,28 +255,6 @@ FEATURE_LAWS = (
 def points(trial: Trial) -> Iterator[Case]:
     """Between positions, slopes multiply the law of the distance, and a token without a position is near all others."""
     yield from trial.seeded(POINT_CASES)
-
-
-GATED = (PLAIN[1], SQUARE, FEWER, GROUPED[-1], LONG)  # sizes of each law of forget gates
-
-
-def gate_law(name: str, statement: str, *kinds: str) -> Law:
-    """Return a law of forget gates of these kinds."""
-
-    def cases(trial: Trial) -> Iterator[Case]:
-        sizes = [size for size in GATED if trial.offers(Case(size))]
-        yield from trial.seeded(Case(size, gates=kind) for size in sizes for kind in kinds)
-
-    return Law(f"{name}_gates", statement, "attention", frozenset({"log_gates"}), holding(Trial.attention, cases))
-
-
-GATE_LAWS = (
-    gate_law("constant", "Constant gates are ALiBi, beside slopes or in place of them", "constant"),
-    gate_law("open", "A gate of 0 forgets nothing", "open"),
-    gate_law("closed", "A closed gate hides the past from its token and all later ones", "closed"),
-    gate_law("late", "A gate changes nothing for the queries before it", "late"),
-    gate_law("large", "Sums of gates are exact, however much was forgotten before them", "large", "huge"),
-)
 
 
 @attention_law("log_gates")
@@ -513,8 +505,7 @@ def point_gradients(trial: Trial) -> Iterator[Case]:
 @gradient_law("log_gates")
 def gate_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding with gates, the gradients of gates too."""
-    sizes = [size for size in GATED if trial.offers(Case(size))]
-    yield from (Case(size, gates=kind, seed=trial.seed) for size in sizes for kind in GATES)
+    yield from (Case(size, gates=kind, seed=trial.seed) for size in (*GATED, FEWER) for kind in GATES)
     yield from (Case(SQUARE, gates="strong", masking=masking) for masking in ("by key", "by query"))
 
 
@@ -633,12 +624,12 @@ def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]], *, sha
 # --- Conduct ----------------------------------------------------------------------------------------------------------
 
 
-def is_answered(trial: Trial, function: str) -> bool:
-    """Call a function of the adapter with a plain case, and return whether the result is right."""
-    case = Case(SQUARE, seed=trial.seed)
+def is_answered(trial: Trial, function: str, case: Case) -> bool:
+    """Call a function of the adapter with a case, and return whether the result is right."""
+    is_causal = case.arguments.get("is_causal", True)
     calls: dict[str, Callable[[], Any]] = {
         "slopes": lambda: trial.caller.slopes(case.num_heads),
-        "bias": lambda: trial.caller.bias(case.num_heads, *case.sizes.lengths, is_causal=True),
+        "bias": lambda: trial.caller.bias(case.num_heads, *case.sizes.lengths, is_causal),
         "attention": lambda: trial.attention(case),
         "attention_grad": lambda: trial.gradients(case, TENSORS),
         "decode_step": lambda: decode(trial, [case], [(3, 4)]),
@@ -654,8 +645,9 @@ def conduct(trial: Trial) -> None:
     """Calls accept arrays of any strides, leave them unchanged, and return arrays of their dtype."""
     offences = trial.caller.offences
     swapped = dataclasses.replace(trial, caller=dataclasses.replace(trial.caller, tokens_first=True))
+    case = Case(SQUARE, seed=trial.seed)
     for name in trial.offer.functions:
-        if is_answered(trial, name) and not is_answered(swapped, name):
+        if is_answered(trial, name, case) and not is_answered(swapped, name, case):
             sentence = f"{name} is wrong where arrays are not contiguous: made as [batch, length, heads, head_dim]"
             offences.setdefault(f"{name} strides", f"{sentence}, with axes 1 and 2 swapped")
     for offence in offences.values():
@@ -665,17 +657,8 @@ def conduct(trial: Trial) -> None:
 LAWS = (
     *(slopes, causal_bias, symmetric_bias),
     *FEATURE_LAWS,
-    *GATE_LAWS,
     *(gates, points, combined, long, large, precision, nowhere, empty, independent),
-    *(
-        gradients,
-        slope_gradients,
-        gate_gradients,
-        point_gradients,
-        long_gradients,
-        large_gradients,
-        cotangents,
-        some_gradients,
-    ),
+    *(gradients, slope_gradients, gate_gradients, point_gradients),
+    *(long_gradients, large_gradients, cotangents, some_gradients),
     *(decoding, long_decoding, continuations, conduct),
 )

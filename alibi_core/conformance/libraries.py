@@ -12,8 +12,9 @@ import numpy as np
 
 import alibi_core
 from alibi_core._arrays import checks
-from alibi_core.conformance.adapter import FEATURES, MOST_TOKENS
+from alibi_core.conformance.adapter import MOST_TOKENS
 from alibi_core.conformance.caller import GRADIENTS
+from alibi_core.conformance.case import FEATURES
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF
 from alibi_core.conformance.reference import TENSORS, Values
 
@@ -59,7 +60,8 @@ class BackendAdapter:
         library: Library of the function's arrays.
         attention: ``attention(query, key, value, slopes, **arguments)``.
         dtype: Name of the dtype of tensors.
-        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``, and its gates so, too.
+        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``, and gates ``[batch, length,
+            heads]``.
         cached: Decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads first,
             for sequences of at most ``MAX_LENGTH`` tokens. Default: no decoding.
         lacks: The names in ``FEATURES`` that the functions do not have.

@@ -10,8 +10,9 @@ import numpy as np
 
 from alibi_core._arrays import checks
 from alibi_core.conformance import reference
-from alibi_core.conformance.adapter import FEATURES, FUNCTIONS, Offer
+from alibi_core.conformance.adapter import FUNCTIONS, Offer
 from alibi_core.conformance.caller import Caller
+from alibi_core.conformance.case import FEATURES
 from alibi_core.conformance.mistakes import CATALOGUE
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF, rounded
 from alibi_core.conformance.reference import TENSORS, Active, Computation, Values

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance.reference import Computation, Values, compute_bias, highest_of, softmax
+from alibi_core.conformance.reference import Computation, Values, compute_bias, highest_of
 
 U32 = 2.0**-24  # unit roundoff of float32
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": U32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -157,7 +157,10 @@ class Attention:
     @cached_property
     def weights(self) -> Values:
         """The softmax weights, ``[batch, heads, q_len, kv_len]``; zeros in fully masked rows."""
-        return softmax(self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - highest_of(self.bias)))
+        scores = self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - highest_of(self.bias))
+        weights = np.exp(scores - highest_of(scores))
+        total = weights.sum(axis=-1, keepdims=True)
+        return np.asarray(weights / np.where(total > 0, total, 1))
 
     @cached_property
     def _score_error(self) -> Values:
@@ -167,7 +170,7 @@ class Attention:
         biases along the row must be exact.
         """
         # How far each bias lies below the row's largest, without gates.
-        bias = self.bias - self._sums
+        bias = self.bias - self.sums
         falls = np.where(self._visible, highest_of(bias) - np.where(self._visible, bias, 0), 0)
         falls = falls if self.largest_bias is None else np.maximum(falls, self.largest_bias)
         products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
@@ -176,7 +179,8 @@ class Attention:
         return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
 
     @property
-    def _sums(self) -> Any:
+    def sums(self) -> Any:
+        """The sums of gates, 0 where masked."""
         return 0.0 if self.forgotten is None else np.where(self._visible, self.forgotten, 0)
 
     @cached_property
@@ -188,7 +192,7 @@ class Attention:
         """
         if self.forgotten is None:
             return 0.0
-        own = -6 * self._sums
+        own = -6 * self.sums
         return own + (self.weights * own).sum(axis=-1, keepdims=True)
 
     @property

@@ -72,13 +72,7 @@ class Computation:
     rate: Any
     given_slopes: Any
     scale: Any
-    q_ids: Values
-    kv_ids: Values
-    keys_by_head: Values
-    values_by_head: Values
     log_gates: Any
-    is_token: Any
-    gates: Values
 
     def __init__(
         self,
@@ -166,7 +160,8 @@ def compute_bias(c: Computation) -> None:
     c.step("causal", c.k_positions <= c.q_positions if c.positions is None else c.ahead <= 0)
     visible = c.causal if c.step("is_causal", c.is_causal) else np.ones_like(c.causal)
     if c.step("segment_ids", c.segment_ids) is not None:  # [batch, 1, q_len, 1], [batch, 1, 1, kv_len]
-        c.q_ids, c.kv_ids = c.segment_ids[0][:, None, :, None], c.segment_ids[1][:, None, None]
+        c.step("q_ids", c.segment_ids[0][:, None, :, None])
+        c.step("kv_ids", c.segment_ids[1][:, None, None])
     if c.step("window_size", c.window_size) is not None:
         visible = visible & c.step("window", np.abs(c.k_positions - c.q_positions) <= c.window_size)
     if c.segment_ids is not None:
@@ -190,8 +185,8 @@ def forget(c: Computation) -> Values:
 
     Gates of keys that are hidden from all queries count as 0.
     """
-    c.is_token = True if c.mask is None or c.mask.shape[2] > 1 else c.mask[:, :, 0]
-    c.gates = np.where(c.is_token, c.log_gates, 0.0)
+    c.step("is_token", True if c.mask is None or c.mask.shape[2] > 1 else c.mask[:, :, 0])
+    c.step("gates", np.where(c.is_token, c.log_gates, 0.0))
     c.step("counted", c.k_positions <= c.q_positions)
     # Terms of one sign, from the query back: no sum is a difference of larger ones.
     counted = np.where(c.counted, c.gates[:, :, None], 0.0)[..., ::-1]
@@ -218,7 +213,8 @@ def attend(c: Computation) -> Values:
     c.scale = c.step("scale", c.head_dim**-0.5 if c.scale is None else c.scale)
     compute_bias(c)
     c.step("kv_head", np.arange(c.num_heads) // c.group)
-    c.keys_by_head, c.values_by_head = c.key[:, c.kv_head], c.value[:, c.kv_head]
+    c.step("keys_by_head", c.key[:, c.kv_head])
+    c.step("values_by_head", c.value[:, c.kv_head])
     c.step("products", c.query @ c.keys_by_head.swapaxes(-1, -2))
     c.step("scores", c.scale * c.products + c.bias + (0.0 if c.forgotten is None else c.forgotten))
     c.step("hidden", np.where(c.visible, c.scores, -np.inf))
@@ -229,17 +225,10 @@ def attend(c: Computation) -> Values:
     return np.asarray(c.step("output", c.weights @ c.values_by_head))
 
 
-def highest_of(scores: Values, axis: int = -1) -> Values:
-    """Return the maximum of scores along ``axis``; 0 where all are -inf."""
-    highest = scores.max(axis=axis, keepdims=True, initial=-np.inf)
+def highest_of(scores: Values) -> Values:
+    """Return the maximum of each row of scores; 0 where all are -inf."""
+    highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     return np.where(np.isfinite(highest), highest, 0.0)
-
-
-def softmax(scores: Values, axis: int = -1) -> Values:
-    """Return the softmax of scores; zeros where all are -inf."""
-    weights = np.exp(scores - highest_of(scores, axis))
-    total = weights.sum(axis=axis, keepdims=True)
-    return np.asarray(weights / np.where(total > 0, total, 1))
 
 
 def differentiate(c: Computation) -> dict[str, Values]:

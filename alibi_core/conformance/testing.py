@@ -79,7 +79,7 @@ def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | Non
     def choose(values: Sequence[Any]) -> Any:
         return draw(st.sampled_from(values))
 
-    case = draw_case(choose, (sizes,), forms, {"batch_slopes"} if plain else _FEATURES, is_dense=True)
+    case = draw_case(choose, (sizes,), forms, {"batch_slopes"} if plain else _FEATURES)
     return dataclasses.replace(case, seed=draw(st.integers(0, 2**16)))
 
 

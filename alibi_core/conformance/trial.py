@@ -57,13 +57,13 @@ class Trial:
         sizes = [size for size in sizes if self.offers(Case(size))]
         forms = [form for form in FORMS if self.offers(Case(sizes[0], form))]
 
-        def draw(choose: Choose, *, is_dense: bool = False) -> Case:
-            return draw_case(choose, sizes, forms, features, is_dense=is_dense, **more)
+        def draw(choose: Choose) -> Case:
+            return draw_case(choose, sizes, forms, features, **more)
 
         yield from self.seeded(design(draw, max(1, round(min(self.examples, 20) * share / 2)), self.seed))
         rng = random.Random(self.seed)
         for _ in range(round(self.examples * share) if self.is_thorough else 0):
-            yield dataclasses.replace(draw(rng.choice, is_dense=True), seed=rng.randrange(2**16))
+            yield dataclasses.replace(draw(rng.choice), seed=rng.randrange(2**16))
 
     def fitted(self, case: Case) -> Case:
         """Return the case; with the slopes of the adapter's contract if the adapter takes no slopes."""
@@ -83,7 +83,7 @@ class Trial:
         bias = alibi_core.bias(case.num_heads, q_len, kv_len, q_offset=offset, contract=contract.name)
         visible = np.isfinite(problem.bias)
         factor = case.scale if contract.name == "falcon" else 1.0  # Falcon adds the bias before it scales
-        bias = np.where(visible, np.where(visible, bias, 0).astype(np.float64) * factor, -np.inf)
+        bias = np.where(visible, np.where(visible, bias, 0).astype(np.float64) * factor + problem.sums, -np.inf)
         return dataclasses.replace(problem, bias=bias)
 
     def attention(self, case: Case, *, nowhere: bool = False) -> None:

@@ -101,13 +101,6 @@ def failed(report: Any) -> dict[str, Any]:
 # --- What is written ---
 
 
-def test_a_bias_has_all_features_of_its_attention_but_fully_masked_queries(index: dict[str, Any]) -> None:
-    features = {case["id"]: set(case["features"]) for case in index["cases"]}
-    for name in (x for x in features if x.startswith("bias/")):
-        attention = features.get(name.replace("bias/", "attention/"))
-        assert attention is None or features[name] == attention - {"nowhere"}, name
-
-
 def test_the_index_holds_the_hash_of_every_file(golden: Path, index: dict[str, Any]) -> None:
     files = {path.name: path.read_bytes() for path in golden.iterdir() if path.name != "index.json"}
     listed = {entry["name"]: (entry["bytes"], entry["sha256"]) for entry in index["files"]}
@@ -180,10 +173,10 @@ def test_low_precision_results_fail_in_higher_precision(golden: Path, tmp_path: 
         assert check_golden(golden, results, dtype=claimed).counts["failed"] > 20, claimed
 
 
-@pytest.mark.parametrize(("share", "status"), [(0.9, "passed"), (1.1, "failed"), (-1.1, "failed")])
+@pytest.mark.parametrize("share", [0.9, 1.1, -1.1, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["attention/everything/output", "attention/long_grouped/gradient/key"])
 def test_an_element_beyond_its_budget_fails_its_case(
-    golden: Path, tmp_path: Path, tensors: dict[str, np.ndarray], name: str, share: float, status: str
+    golden: Path, tmp_path: Path, tensors: dict[str, np.ndarray], name: str, share: float
 ) -> None:
     case, _, result = name.partition("/")[2].partition("/")
     moved, budget = tensors[name].copy(), tensors[f"attention/{case}/budget/float32/{result}"]
@@ -191,17 +184,9 @@ def test_an_element_beyond_its_budget_fails_its_case(
     moved[at] += share * budget[at]
     report = check_golden(golden, write_results(tmp_path / "results", {name: moved}, "float64"))
     (judged,) = (x for x in report.laws if x.name == f"attention/{case}")
-    assert (judged.status, judged.counterexample.at) == (status, at)
-    assert judged.share == pytest.approx(abs(share), rel=1e-3)
-
-
-def test_what_is_not_finite_fails_its_case_alone(golden: Path, tmp_path: Path, right: Any) -> None:
-    for value in (math.nan, math.inf):
-        found = {name: x.copy() for name, x in right["float32"].items()}
-        found["attention/long/output"][0, 1, 2, 3] = value
-        report = check_golden(golden, write_results(tmp_path / "results", found))
-        assert list(failed(report)) == ["attention/long"]
-    assert "    off by inf times what rounding explains at [0, 1, 2, 3]: " in str(report)
+    assert (judged.status, judged.counterexample.at) == ("passed" if share == 0.9 else "failed", at)
+    assert judged.share == pytest.approx(abs(share) if math.isfinite(share) else math.inf, rel=1e-3)
+    assert f"    off by {judged.share:.3g} times what rounding explains at {list(at)}: " in str(report)
 
 
 def test_a_mask_may_be_a_very_low_number_but_must_be_there(golden: Path, tmp_path: Path, right: Any) -> None:
@@ -215,7 +200,6 @@ def test_a_mask_may_be_a_very_low_number_but_must_be_there(golden: Path, tmp_pat
     ("mistake", "in_all", "in_none"),
     [
         ("window ignored", {"window", "window_of_none"}, {"causal", "mask", "segments"}),
-        ("always causal", {"symmetric"}, {"causal", "window", "long"}),
         ("top-left", {"fewer_queries", "grouped_lengths"}, {"causal", "symmetric"}),
         ("bias scaled", {"causal", "long"}, {"one_token"}),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -27,10 +28,14 @@ def looped_penalties(
     window_size: int | None = None,
     segment_ids: Any = (0, 0),
     mask: Any = True,
+    log_gates: Any = None,
 ) -> np.ndarray:
     """Return the bias of ``shape`` ``[batch, heads, q_len, kv_len]``, -inf where masked, one element at a time."""
     result, (batch, heads, *lengths) = np.full(shape, -np.inf), shape
     future = np.broadcast_to(slopes if future_slopes is None else future_slopes, (batch, heads))
+    gates = np.zeros((batch, heads, lengths[1])) if log_gates is None else log_gates.astype(np.float64)
+    if np.ndim(mask) and mask.shape[-2] == 1:  # a mask of keys
+        gates = np.where(mask[..., 0, :], gates, 0)
     slopes, mask = np.broadcast_to(slopes, (batch, heads)), np.broadcast_to(mask, shape)
     offsets = np.broadcast_to(lengths[1] - lengths[0] if q_offset is None else q_offset, (batch,))
     q_ids, kv_ids = (np.broadcast_to(x, (batch, n)) for x, n in zip(segment_ids, lengths, strict=True))
@@ -43,7 +48,8 @@ def looped_penalties(
         if q_ids[b, i] != kv_ids[b, j] or not mask[b, h, i, j]:
             continue
         slope = future[b, h] if ahead > 0 else slopes[b, h]
-        result[b, h, i, j] = -float(slope) * abs(ahead)
+        forgotten = math.fsum(gates[b, h, j + 1 : max(0, min(j - ahead, lengths[1] - 1)) + 1])
+        result[b, h, i, j] = forgotten - float(slope) * abs(ahead)
     return result
 
 
@@ -61,14 +67,16 @@ def looped_output(problem: Attention) -> np.ndarray:
     return result
 
 
+def looped_bias(case: Case, slopes: np.ndarray, compute: Callable[..., Any] = looped_penalties) -> np.ndarray:
+    ids = {"segment_ids": case.segment_ids} if "segment_ids" in case.arguments else {}
+    return compute((case.sizes.batch, case.num_heads, *case.sizes.lengths), slopes, **case.arguments | ids)
+
+
 @given(case=cases())
 def test_the_bias_is_that_of_plain_loops(case: Case) -> None:
-    arguments, slopes = case.arguments, case.arrays["slopes"]
-    if "segment_ids" in arguments:
-        arguments = arguments | {"segment_ids": case.segment_ids}
-    shape = (case.sizes.batch, case.num_heads, *case.sizes.lengths)
-    np.testing.assert_array_equal(case.exact("float64").bias, looped_penalties(shape, slopes, **arguments))
-    np.testing.assert_array_equal(penalties(shape, slopes, **arguments), case.exact("float64").bias)
+    bias, slopes = case.exact("float64").bias, case.arrays["slopes"]
+    np.testing.assert_array_equal(bias, looped_bias(case, slopes))
+    np.testing.assert_array_equal(bias, looped_bias(case, slopes, penalties))
 
 
 @given(case=cases())
@@ -79,25 +87,14 @@ def test_the_output_is_that_of_plain_loops(case: Case) -> None:
 
 
 @given(case=cases(forms=("causal",)), kind=st.sampled_from(sorted(GATES)))
-def test_sums_of_gates_are_those_of_plain_loops(case: Case, kind: str) -> None:
+def test_sums_of_gates_are_those_of_plain_loops_and_may_be_off_by_two_units(case: Case, kind: str) -> None:
     case = dataclasses.replace(case, gates=kind)
-    problem, gates = case.exact("float64"), case.arguments["log_gates"].astype(np.float64)
-    q_len, kv_len = case.sizes.lengths
-    offsets = np.broadcast_to(case.arguments.get("q_offset", kv_len - q_len), case.sizes.batch)
-    mask = case.arguments.get("mask")
-    if mask is not None and mask.shape[-2] == 1:  # gates of tokens that a mask of keys hides
-        gates[~np.broadcast_to(mask[..., 0, :], gates.shape)] = 0
-    plain = dataclasses.replace(case, gates=None).exact("float64").bias
-    for b, h, i, j in np.argwhere(plain > -np.inf):
-        last = min(max(offsets[b] + i, 0), kv_len - 1)
-        total = math.fsum(gates[b, h, j + 1 : last + 1])
-        assert (problem.bias[b, h, i, j] == -np.inf) == (total == -np.inf)
-        np.testing.assert_allclose(problem.forgotten[b, h, i, j], total, rtol=1e-15)
-    assert_within(looped_output(problem), problem.output)
-    # Each sum may be off by two units of float32 in the last place.
-    problem = case.exact("float32")
-    signs = np.random.default_rng(case.seed).choice([-1, 1], problem.bias.shape)
-    off = np.where(problem.bias > -np.inf, problem.forgotten, 0) * signs * 2.0**-22
+    problem, sums = case.exact("float32"), looped_bias(case, 0 * case.arrays["slopes"])
+    np.testing.assert_array_equal(problem.bias == -np.inf, sums == -np.inf)
+    sums = np.where(sums > -np.inf, sums, 0)
+    np.testing.assert_allclose(np.where(problem.bias > -np.inf, problem.forgotten, 0), sums, rtol=1e-15)
+    assert_within(looped_output(problem), dataclasses.replace(problem, dtype="float64").output)
+    off = sums * np.random.default_rng(case.seed).choice([-1, 1], sums.shape) * 2.0**-22
     moved = dataclasses.replace(problem, bias=problem.bias + off)
     assert_within(moved.output.value, problem.output)
     found = case.gradients("float32", problem=moved)
@@ -121,19 +118,18 @@ def finite_difference(inputs: dict[str, np.ndarray], name: str, index: tuple[int
     return float(((above - below) * cotangent).sum()) / 2e-6
 
 
-def problem_of(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, slopes: np.ndarray, future_slopes: np.ndarray
-) -> Attention:
-    bias = penalties((1, 2, 3, 5), slopes, q_offset=1, is_causal=False, future_slopes=future_slopes)
+def problem_of(query: np.ndarray, key: np.ndarray, value: np.ndarray, slopes: np.ndarray, **more: Any) -> Attention:
+    bias = penalties((1, 2, 3, 5), slopes, q_offset=1, is_causal="log_gates" in more, **more)
     return Attention(query, key, value, bias, 0.7, "float64")
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+@pytest.mark.parametrize("more", ["future_slopes", "log_gates"])
+def test_gradients_are_those_of_finite_differences(more: str) -> None:
     rng = np.random.default_rng(0)
     query, cotangent = rng.standard_normal((2, 1, 2, 3, 2))
     key, value = rng.standard_normal((2, 1, 1, 5, 2))
     inputs = {"query": query, "key": key, "value": value, "slopes": np.asarray([0.5, 0.1])}
-    inputs["future_slopes"] = np.asarray([0.2, 0.3])
+    inputs[more] = np.asarray([0.2, 0.3]) if more == "future_slopes" else -rng.random((1, 2, 5))
     back = np.arange(1, 4)[:, None] - np.arange(5)
     problem = problem_of(**inputs)
     gradients = problem.gradients(cotangent, np.maximum(back, 0))
@@ -144,7 +140,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
             assert abs(finite_difference(inputs, name, index, cotangent) - actual) < 1e-8
 
 
-def test_constant_gates_are_alibi_and_gradients_of_gates_are_those_of_finite_differences() -> None:
+def test_constant_gates_are_alibi_and_keys_that_were_forgotten_cost_no_budget() -> None:
     case = Case(Sizes(2, 3, 1, (5, 7), 3), seed=1)
     rates = case.arrays["slopes"][None, :, None]
     gates = np.broadcast_to(-rates, (2, 3, 7))
@@ -153,18 +149,9 @@ def test_constant_gates_are_alibi_and_gradients_of_gates_are_those_of_finite_dif
     for name, expected in (case.gradients("float64") | {"output": case.exact("float64").output}).items():
         actual = -found["log_gates"].value.sum(axis=(0, 2)) if name == "slopes" else found[name].value
         np.testing.assert_allclose(actual, expected.value, rtol=1e-12, atol=1e-14)
-    # Keys that were forgotten cost nothing.
     large = Case(Sizes(1, 2, 1, (6, 130), 4), gates="large")
     budgets = [x.exact("float32").output.budget for x in (large, dataclasses.replace(large, gates=None))]
     assert (budgets[0] <= 2 * budgets[1].max()).all()
-    gated = dataclasses.replace(case, gates="strong", masking="by key")
-    gradient, given = gated.gradients("float64")["log_gates"].value, gated.arguments
-    for index in np.ndindex(gradient.shape):
-        step = np.zeros(gradient.shape)
-        step[index] = 1e-5
-        moved = (given | {"log_gates": given["log_gates"].astype(np.float64) + x} for x in (step, -step))
-        up, down = (gated.with_arguments("causal", x).exact("float64").output.value for x in moved)
-        assert abs(((up - down) * case.arrays["cotangent"]).sum() / 2e-5 - gradient[index]) < 1e-7
 
 
 @given(case=cases(plain=True))
@@ -179,11 +166,3 @@ def test_keys_that_are_left_out_move_results_within_a_budget_that_is_no_larger(c
     cotangent, distances = case.arrays["cotangent"], np.arange(float(case.sizes.lengths[1]))
     for name, answer in problem.gradients(cotangent, distances).items():
         assert_within(fewer.gradients(cotangent, distances)[name].value, answer)
-
-
-def test_a_query_that_may_look_nowhere_gives_zeros() -> None:
-    case = Case(Sizes(2, 3, 2, (7, 7), 5)).with_arguments("causal", {"q_offset": -9})
-    problem = case.exact("float64")
-    np.testing.assert_array_equal(problem.output.value, np.zeros_like(problem.query))
-    for gradient in case.gradients("float64").values():
-        np.testing.assert_array_equal(gradient.value, np.zeros_like(gradient.value))
