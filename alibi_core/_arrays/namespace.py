@@ -337,7 +337,10 @@ def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
     if index.ndim == 1 < array.ndim:
         return xp.take(array, index if lacks_64_bits(xp) else astype(xp, index, xp.int64), axis=axis)  # as ndonnx asks
     if library_name(xp) == "torch":
-        return xp.take_along_dim(array, index.long(), dim=axis)
+        # Not take_along_dim, under which torch.export fixes all sizes. The axis itself is not broadcast.
+        wide = list(xp.broadcast_shapes(*((*x.shape[:axis], 1, *x.shape[axis:][1:]) for x in (array, index))))
+        wide[axis] = -1
+        return xp.gather(array.expand(wide), axis, index.long().expand(wide))
     if _is_jax(xp):
         return xp.take_along_axis(array, index, axis=axis, mode="clip")  # the default mode tests each index
     if _is_mlx(xp):
@@ -425,6 +428,19 @@ def is_exporting() -> bool:
     """Whether ``torch.export`` traces: it turns a comparison of dynamic sizes into a guard on them."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_exporting())
+
+
+def is_never_negative(number: Any) -> bool:
+    """Whether an integer is at least 0; False for a symbol of ``jax.export`` or ``torch.export`` that may be less."""
+    if is_exporting() and not isinstance(number, int):
+        proves = sys.modules["torch"].fx.experimental.symbolic_shapes.statically_known_true
+        return bool(proves(number >= 0))  # bool() of the comparison would limit the lengths that the program takes
+    try:
+        return bool(number >= 0)
+    except Exception:
+        if is_dimension(number):  # jax.export cannot decide it
+            return False
+        raise
 
 
 def host_values(array: Any) -> np.ndarray[Any, Any] | None:

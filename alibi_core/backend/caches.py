@@ -65,6 +65,11 @@ def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most:
     return lengths
 
 
+def read_lengths(*lengths: Any) -> np.ndarray[Any, Any]:
+    """Return the lengths that :func:`check_lengths` takes as NumPy's int64; refuse traced ones."""
+    return checks.read(lengths[1], check_lengths(*lengths)).astype(np.int64)
+
+
 def check_indices(xp: Namespace, indices: Any, batch_size: int) -> Any:
     """Check indices of sequences, and return them: not every library raises for an out-of-range index.
 

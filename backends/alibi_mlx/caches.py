@@ -13,11 +13,11 @@ from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
-    check_lengths,
     check_new_tokens,
     check_room,
     check_span,
     over_keys,
+    read_lengths,
 )
 from alibi_core.backend.checks import (
     explains_keywords,
@@ -204,7 +204,7 @@ class KVCache:
         """
         if isinstance(length, mx.array):
             batch_size = length.size if self.keys is None else self.keys.shape[0]
-            self._keep(np.asarray(check_lengths(mx, "length", length, batch_size)))
+            self._keep(read_lengths(mx, "length", length, batch_size))
         elif self.lengths is not None:
             self._keep(np.asarray(non_negative_int("length", length)))
         else:
@@ -395,4 +395,4 @@ def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[A
     """Return the number of new tokens in each row; ``new`` without ``lengths``."""
     if lengths is None:
         return np.full(batch_size, new)
-    return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)
+    return read_lengths(mx, "lengths", lengths, batch_size, new)
