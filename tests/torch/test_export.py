@@ -50,6 +50,18 @@ def step(model: Any, tokens: torch.Tensor, past: torch.Tensor, gates: Any = (Non
     return model(tokens, caches=caches), torch.stack([torch.stack([x.keys, x.values]) for x in caches])
 
 
+def step_of_transformers(model: Any, tokens: torch.Tensor, past: torch.Tensor) -> Any:
+    from transformers import DynamicCache
+
+    from tests.support.dense_alibi import CACHE
+
+    cache = DynamicCache()
+    for index, (key, value) in enumerate(past):
+        cache.update(key, value, index)
+    logits = model(tokens, **{CACHE: cache}, use_cache=True).logits
+    return logits, torch.stack([torch.stack([x.keys, x.values]) for x in cache.layers])
+
+
 def encoder() -> AlibiEncoder:
     return AlibiEncoder(AlibiConfig(**SIZES, is_causal=False, learnable_slopes=True), 50)
 
@@ -62,6 +74,10 @@ def of_transformers(name: str) -> torch.nn.Module:
     if name == "bert":
         config = transformers.BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
         return with_alibi(transformers.BertModel(config).eval())
+    if name == "gpt2":
+        return with_alibi(
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4)).eval()
+        )
     if name == "bloom":
         return accelerate(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes, n_layer=2, n_head=4)).eval())
     config = transformers.MptConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=4)
@@ -70,6 +86,10 @@ def of_transformers(name: str) -> torch.nn.Module:
 
 def x(batch: int, length: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(batch, length, 32),)
+
+
+def without_batch(batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(3, 4, length, 8))
 
 
 def tokens(batch: int, length: int) -> tuple[torch.Tensor, ...]:
@@ -127,6 +147,13 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Any], Calla
         masked,
         [BATCH_AND_LENGTH] * 2,
     ),
+    "half": (
+        lambda: AlibiAttention(32, 4).half(),
+        attended,
+        lambda *sizes: (x(*sizes)[0].half(),),
+        [BATCH_AND_LENGTH],
+    ),
+    "function": (torch.nn.Identity, lambda _, *given: alibi_torch.attention(*given), without_batch, [{1: ANY}] * 3),
     "cross": (
         lambda: AlibiAttention(32, 4),
         lambda layer, x, context: layer(x, context=context),
@@ -137,9 +164,10 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Any], Calla
     "mean": (encoder, encoded("mean"), masked, [BATCH_AND_LENGTH] * 2),
     "cls": (encoder, encoded("cls"), masked, [BATCH_AND_LENGTH] * 2),
     **{x: (functools.partial(of_transformers, x), hidden, masked, [BATCH_AND_LENGTH] * 2) for x in ("bert", "bloom")},
+    "step of GPT-2": (lambda: of_transformers("gpt2"), step_of_transformers, with_past, [{0: ANY}, PAST]),
     "mpt": (lambda: of_transformers("mpt"), hidden, masked, [BATCH_AND_LENGTH] * 2),
 }
-QUICK = ("layer", "mean")
+QUICK = ("layer", "mean", "half")
 EACH = pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in MODELS])
 
 
@@ -158,7 +186,8 @@ def leaves(results: Any) -> list[Any]:
 def within(found: Any, expected: Any) -> None:
     """The model and its program round the same sums in another order."""
     for one, other in zip(found, leaves(expected), strict=True):
-        torch.testing.assert_close(torch.as_tensor(one), other.detach(), rtol=1e-5, atol=1e-5)
+        least = max(1e-5, 2 * torch.finfo(other.dtype).eps)
+        torch.testing.assert_close(torch.as_tensor(one), other.detach(), rtol=least, atol=least)
 
 
 @pytest.mark.parametrize("opset", [18, 23])
@@ -181,7 +210,8 @@ for run in (program, *([torch._inductor.aoti_load_package(package)] if package e
     for given, results in expected:
         found = run(*given)
         for one, other in zip([found] if isinstance(found, torch.Tensor) else found, results, strict=True):
-            torch.testing.assert_close(one.detach(), other, rtol=1e-5, atol=1e-5)
+            least = max(1e-5, 2 * torch.finfo(other.dtype).eps)
+        torch.testing.assert_close(one.detach(), other, rtol=least, atol=least)
 assert not [name for name in sys.modules if "alibi" in name]
 """
 
