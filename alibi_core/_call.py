@@ -21,6 +21,7 @@ from alibi_core._arrays import (
     floating_name,
     is_constant,
     is_kind,
+    is_never_negative,
     namespace_of,
 )
 from alibi_core._bias import linear_bias, unit_bias_of, with_head_axis
@@ -277,7 +278,7 @@ class AttentionCall:
             return False
         if self.q_points is not None:
             return not self.is_causal or self.shares_points
-        return not self.has_offset_array and (not self.is_causal or bool(self.q_offset >= 0))
+        return not self.has_offset_array and (not self.is_causal or is_never_negative(self.q_offset))
 
     @property
     def sees_own_key(self) -> bool:
@@ -286,7 +287,7 @@ class AttentionCall:
             return False
         if self.q_points is not None:
             return self.shares_points
-        return bool(self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len)
+        return all(map(is_never_negative, (self.q_offset, self.kv_len - self.q_offset - self.q_len)))
 
     def positions(self) -> tuple[Any, Any]:
         """Return the positions of queries, ``[q_len]`` or ``[*batch, q_len]``, and keys, ``[kv_len]``; int32."""

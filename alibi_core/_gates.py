@@ -155,7 +155,7 @@ def gate_sums(xp: Namespace, log_gates: Any, origins: Any) -> Any:
     lead, kv_len, device, rows = log_gates.shape[:-1], log_gates.shape[-1], device_of(xp, log_gates), origins.shape[-1]
     gates = finite_gates(xp, log_gates)
     # About as many blocks as keys in a block; one block where sizes are symbols, which no loop can count.
-    block = kv_len if is_exporting() else 2 ** (((kv_len - 1).bit_length() + 1) // 2)
+    block = kv_len if is_exporting() else 2 ** (((checks.known("kv_len", kv_len) - 1).bit_length() + 1) // 2)
     count = 1 if is_exporting() else -(-kv_len // block)
     if not is_exporting() and count * block > kv_len:
         zeros = xp.broadcast_to(asarray(xp, 0.0, gates.dtype, device), (*lead, count * block - kv_len))

@@ -40,6 +40,13 @@ def positive_int(name: str, value: Any) -> int:
     return number
 
 
+def known(name: str, value: int) -> int:
+    """Check that a length is no symbol of ``jax.export``."""
+    if is_dimension(value):
+        raise ValueError(f"{name} must be a number, got the symbol {value}; export a program for each of a few lengths")
+    return value
+
+
 def size(name: str, value: Any) -> int:
     """Check the length of an axis: libraries may store lengths in 32 bits."""
     number = positive_int(name, value)
@@ -298,6 +305,17 @@ def by_token(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: s
     broadcastable(name, shape, target, axes)
     if tuple(shape)[-1:] != target[-1:]:
         raise ValueError(f"{name} must end in the axis {axes.split(', ')[-1]}, {target[-1]}, got shape {tuple(shape)}")
+
+
+def read(name: str, array: Any) -> np.ndarray[Any, Any]:
+    """Return an array of any library, or a list, as NumPy's; refuse one that a compiler or a mapping traces."""
+    try:
+        return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+    except Exception:  # each library raises another error
+        raise ValueError(
+            f"{name} must be an array with values, got {shown(array)}; give NumPy's, or make the call outside of the "
+            "compiled, exported or mapped function"
+        ) from None
 
 
 def shown(value: Any) -> str:

@@ -154,6 +154,19 @@ def is_exporting() -> bool:
     return torch is not None and bool(torch.compiler.is_exporting())
 
 
+def is_never_negative(number: Any) -> bool:
+    """Whether an integer is at least 0; False for a symbol of ``jax.export`` or ``torch.export`` that may be less."""
+    if is_exporting() and not isinstance(number, int):
+        proves = sys.modules["torch"].fx.experimental.symbolic_shapes.statically_known_true
+        return bool(proves(number >= 0))  # bool() of the comparison would limit the lengths that the program takes
+    try:
+        return bool(number >= 0)
+    except Exception:
+        if is_dimension(number):  # jax.export cannot decide it
+            return False
+        raise
+
+
 def brief(value: Any) -> str:
     """Return the text of a value for a message, cut to 40 characters."""
     is_number = isinstance(value, (int, np.integer))

@@ -147,7 +147,10 @@ def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
     if index.ndim == 1 < array.ndim:
         return xp.take(array, index if lacks_64_bits(xp) else astype(xp, index, xp.int64), axis=axis)  # as ndonnx asks
     if library_name(xp) == "torch":
-        return xp.take_along_dim(array, index.long(), dim=axis)
+        # Not take_along_dim, under which torch.export fixes all sizes. The axis itself is not broadcast.
+        wide = list(xp.broadcast_shapes(*((*x.shape[:axis], 1, *x.shape[axis:][1:]) for x in (array, index))))
+        wide[axis] = -1
+        return xp.gather(array.expand(wide), axis, index.long().expand(wide))
     if is_jax(xp):
         return xp.take_along_axis(array, index, axis=axis, mode="clip")  # the default mode tests each index
     if is_mlx(xp):

@@ -40,7 +40,9 @@ class TextRows:
     @classmethod
     def check(cls, shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> TextRows:
         """Check the ``lengths`` or the ``mask`` of tokens, lists or arrays, by reading their values on the host."""
-        lengths, mask = _read("lengths", lengths), _read("mask", mask)
+        lengths, mask = (
+            None if x is None else checks.read(name, x) for name, x in (("lengths", lengths), ("mask", mask))
+        )
         cls.check_form(shape, lengths, mask)
         if lengths is not None:
             if lengths.size and not 0 <= lengths.min() <= lengths.max() <= shape[1]:
@@ -127,16 +129,6 @@ def text_of(tokens: Any, lengths: Any | None, mask: Any | None) -> Any:
     if mask is None:
         return tokens == tokens
     return mask if is_kind(namespace_of(mask), mask.dtype, "bool") else mask != 0
-
-
-def _read(name: str, given: Any | None) -> Numbers | None:
-    try:
-        return None if given is None else np.asarray(given.cpu() if hasattr(given, "cpu") else given)
-    except Exception:  # each library raises another error
-        raise ValueError(
-            f"{name} must be an array with values, got {checks.shown(given)}; give NumPy's, or make the call outside "
-            "of the compiled or mapped function"
-        ) from None
 
 
 class BaseEncoder(BaseTextModel):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import Namespace, checks, host_values, namespace_of, on_host
+from alibi_core._arrays import Namespace, checks, host_values, namespace_of
 
 
 def check_new_tokens(
@@ -95,11 +95,14 @@ def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most:
     return lengths
 
 
+def read_lengths(*lengths: Any) -> np.ndarray[Any, Any]:
+    """Return the lengths that :func:`check_lengths` takes as NumPy's int64; refuse traced ones."""
+    return checks.read(lengths[1], check_lengths(*lengths)).astype(np.int64)
+
+
 def counts_of_rows(xp: Namespace, lengths: Any | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:
     """Return the number of new tokens in each row, read on the host; ``new`` without ``lengths``, which are checked."""
-    if lengths is None:
-        return np.full(batch_size, new)
-    return on_host(xp, check_lengths(xp, "lengths", lengths, batch_size, new)).astype(np.int64)
+    return np.full(batch_size, new) if lengths is None else read_lengths(xp, "lengths", lengths, batch_size, new)
 
 
 def check_indices(xp: Namespace, indices: Any, batch_size: int) -> Any:

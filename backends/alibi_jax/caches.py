@@ -22,7 +22,7 @@ from alibi_core.backend.caches import (
     check_span,
     over_keys,
 )
-from alibi_core.backend.checks import explains_keywords, host_values, non_negative_int, positive_int
+from alibi_core.backend.checks import explains_keywords, host_values, known, non_negative_int, positive_int
 from alibi_core.backend.horizon import norm_bounds
 from alibi_jax._attention import run
 from alibi_jax._call import floating_dtype
@@ -92,6 +92,7 @@ class KVCache:
     ) -> None:
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
         shape = [positive_int(name, n) for name, n in sizes.items()]
+        known("max_length", max_length)
         shape[2] += -shape[2] % NORM_BLOCK if shape[2] > NORM_BLOCK else 0
         dtype = floating_dtype("dtype", dtype)
         norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), np.promote_types(dtype, np.float32))

@@ -13,13 +13,13 @@ from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
-    check_lengths,
     check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
     counts_of_rows,
     over_keys,
+    read_lengths,
 )
 from alibi_core.backend.checks import (
     explains_keywords,
@@ -220,7 +220,7 @@ class KVCache:
         """
         if isinstance(length, mx.array):
             batch_size = length.size if self.keys is None else self.keys.shape[0]
-            self._keep(np.asarray(check_lengths(mx, "length", length, batch_size)))
+            self._keep(read_lengths(mx, "length", length, batch_size))
         elif self.lengths is not None:
             self._keep(np.asarray(non_negative_int("length", length)))
         else:

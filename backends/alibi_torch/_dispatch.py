@@ -24,7 +24,9 @@ LARGEST_HEAD_DIM = 256  # of the kernels in Triton
 def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None) -> str:
     """Return ``implementation``, or raise if it cannot run the call; by default, the first that can."""
     if implementation is None:
-        names = ("sdpa", "dense") if torch.compiler.is_exporting() else IMPLEMENTATIONS
+        names = IMPLEMENTATIONS
+        if torch.compiler.is_exporting():  # torch.onnx converts "sdpa" of one batch axis alone
+            names = ("sdpa", "dense") if query.ndim == 4 else ("dense",)
         return next(name for name in names if refusal(name, call, query, key, value) is None)
     reason = refusal(implementation, call, query, key, value)
     if reason is not None:

@@ -31,8 +31,9 @@ NORMS = {"manhattan": 1.0, "euclidean": 2.0, "chebyshev": math.inf}  # as expone
 def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, terms: BiasTerms | None = None) -> Tensor:
     """Return attention by PyTorch's fused function, with the call's bias as its mask."""
     bias, attends = call.bias(terms)
-    if query.device.type != "cpu":
-        # Only the CPU kernels accept a float32 bias with low-precision tensors; other devices would round the bias.
+    if query.device.type != "cpu" or torch.compiler.is_exporting():
+        # Only PyTorch's CPU kernels accept a float32 bias with low-precision tensors; others would round the bias, and
+        # ONNX refuses it.
         query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
     grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
     if call.sinks is not None:  # a key of zeros, whose bias is the sink

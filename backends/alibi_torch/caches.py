@@ -13,13 +13,13 @@ from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
-    check_lengths,
     check_new_gates,
     check_new_tokens,
     check_room,
     check_span,
     counts_of_rows,
     over_keys,
+    read_lengths,
 )
 from alibi_core.backend.checks import (
     explains_keywords,
@@ -81,7 +81,9 @@ class KVCache:
             floating_dtype(xp, "dtype", dtype)
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         statistics = torch.promote_types(self.keys.dtype, torch.float32)
-        self._norms_by_block = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
+        # A number of blocks would limit the lengths of an exported program, which computes all keys without norms.
+        blocks = 0 if torch.compiler.is_exporting() else -(-shape[2] // BLOCK)
+        self._norms_by_block = torch.zeros(*shape[:2], blocks, device=device, dtype=statistics)
         self.log_gates: Tensor | None = None
         self._measured = 0  # the number of tokens whose norms are included
         self.length = 0
@@ -279,7 +281,8 @@ class KVCache:
         key, value = self._held_tensors()
         norms = None
         # uses_norms reads Python settings, so a compiler cannot trace it.
-        if self.keys.device.type != "cpu" or torch.compiler.is_compiling() or uses_norms(call):
+        is_traced = torch.compiler.is_compiling()
+        if not torch.compiler.is_exporting() and (self.keys.device.type != "cpu" or is_traced or uses_norms(call)):
             norms = self._norms(0)
         return _guarded(run(call, query, key, value, implementation, norms), self.keys)
 
@@ -327,7 +330,7 @@ class KVCache:
 
     @_on_host
     def _truncate_by_row(self, length: Tensor) -> None:
-        held, most = self._held(), check_lengths(xp, "length", length, self.keys.shape[0]).cpu().numpy()
+        held, most = self._held(), read_lengths(xp, "length", length, self.keys.shape[0])
         kept = np.minimum(held, most)
         forgotten = RowTokens.of(kept, held - kept)
         rows, slots = (torch.from_numpy(x).to(self.keys.device) for x in (forgotten.rows, forgotten.slots))

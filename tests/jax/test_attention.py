@@ -402,9 +402,22 @@ def test_lengths_that_are_symbols_are_refused_in_words() -> None:
     gated = export.export(jax.jit(functools.partial(alibi_jax.attention, implementation="dense")))
     with pytest.raises(ValueError, match="query must have .*length.*'dense' and no log_gates"):
         gated(symbolic, symbolic, symbolic, log_gates=jax.ShapeDtypeStruct((1, length, 2), jnp.float32))
+    with pytest.raises(ValueError, match="kv_len must be a number, got the symbol length"):
+        export.export(jax.jit(alibi_core.bias_from_gates))(jax.ShapeDtypeStruct((2, length), jnp.float32))
+    config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
+    model, texts = (
+        alibi_jax.AlibiLanguageModel(config, 9, rngs=nnx.Rngs(0)),
+        jax.ShapeDtypeStruct((1, length), jnp.int32),
+    )
+    for make in (
+        lambda tokens: model.generate(tokens, 1),
+        lambda tokens: model.transformer.make_caches(1, tokens.shape[1])[0].keys,
+    ):
+        with pytest.raises(ValueError, match="length.* must be a number, got the symbol length"):
+            export.export(jax.jit(make))(texts)
 
 
-@pytest.mark.parametrize("rules", [{}, {"is_causal": False}, {"window_size": 3}, {"q_len": 1}], ids=str)
+@pytest.mark.parametrize("rules", [{}, {"is_causal": False}, {"window_size": 3}, {"q_len": 1}, {"q_len": 5}], ids=str)
 def test_dense_attention_and_bias_are_exported_for_any_length(rules: dict[str, Any]) -> None:
     rules = dict(rules)
     q_len = rules.pop("q_len", None)
@@ -421,8 +434,10 @@ def test_dense_attention_and_bias_are_exported_for_any_length(rules: dict[str, A
             found["segment_ids"] = np.sort(random.integers(0, 3, (batch, length)), axis=1)
         return {name: JAX.array(x) for name, x in found.items()}
 
-    batch, length = export.symbolic_shape("batch, length")
-    shapes = {name: tuple({2: batch, 7: length}.get(n, n) for n in x.shape) for name, x in inputs(2, 7).items()}
+    batch, length, queries = export.symbolic_shape("batch, length, queries")
+    shapes = {
+        name: tuple({2: batch, 5: queries, 7: length}.get(n, n) for n in x.shape) for name, x in inputs(2, 7).items()
+    }
     described = {name: jax.ShapeDtypeStruct(shapes[name], x.dtype) for name, x in inputs(2, 7).items()}
     program = export.export(jax.jit(attend))(**described)
     for given in (inputs(2, 7), inputs(1, 1)):

@@ -61,7 +61,7 @@ class AlibiEncoder(nnx.Module, models.BaseEncoder):
     ) -> jax.Array:
         arrays = {"tokens": tokens, "token_types": token_types}
         if is_traced(nnx.state(self), lengths, mask, tokens):
-            if is_traced(lengths, mask):
+            if lengths is mask is None or is_traced(lengths, mask):
                 return self._encode_padded(arrays, models.text_of(tokens, lengths, mask), pooling)
             text = models.TextRows.check(tokens.shape, lengths, mask).text
             return self._encode_padded(arrays, jnp.asarray(text), pooling)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from alibi_core.backend import models
+from alibi_core.backend.checks import known
 from alibi_core.backend.models import AlibiConfig, Generation
 from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
@@ -112,7 +113,7 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
 
 def _few_sizes(number: int, least: int = 16) -> int:
     """Return the number rounded up, to one of eight sizes from each power of two to the next, and by ``least``."""
-    step = max(least, 2 ** (number.bit_length() - 4))
+    step = max(least, 2 ** (known("the length of tokens", number).bit_length() - 4))
     return -(-number // step) * step
 
 

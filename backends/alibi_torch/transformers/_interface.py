@@ -113,7 +113,8 @@ def alibi_mask(
     if isinstance(q_offset, Tensor) and is_unreadable(q_offset):
         pattern = None  # under a compiler, the filled length is not known yet
     elif not both_directions:
-        filled = int(q_offset) + q_length - kv_offset
+        start = int(q_offset) if isinstance(q_offset, Tensor) else q_offset  # int() would fix a symbolic length
+        filled = start + q_length - kv_offset
         if filled == 1 < kv_length:  # a mask of one key could be a caller's mistake, which broadcasts
             pattern = None
         else:
