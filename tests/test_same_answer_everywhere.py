@@ -368,7 +368,9 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
         problem = dataclasses.replace(problem, dtype="float32")
     is_compiled = problem.luck < COMPILED.get(library, 0)
     for backend in backends(library):
-        if problem.dtype not in backend.framework.dtypes:
+        # JAX compiles for seconds: dense attention, the core's, is tried with half of the problems.
+        is_spared = backend.module == "alibi_jax" and backend.implementation == "dense" and problem.seed % 2 == 0
+        if is_spared or problem.dtype not in backend.framework.dtypes:
             continue
         if is_refused(backend, problem):
             with pytest.raises(
