@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A first call in JAX or torch.compile compiles: there is no deadline that means anything.
-_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors]}
+# A first call in JAX or torch.compile compiles: there is no deadline that means anything. Fixtures patch a library,
+# alike for all examples.
+_HEALTHY = [HealthCheck.too_slow, HealthCheck.differing_executors, HealthCheck.function_scoped_fixture]
+_COMMON = {"deadline": None, "suppress_health_check": _HEALTHY}
 settings.register_profile("quick", max_examples=int(os.environ.get("EXAMPLES", "20")), **_COMMON)
 settings.register_profile("thorough", max_examples=int(os.environ.get("EXAMPLES", "400")), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "quick")

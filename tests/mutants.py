@@ -30,7 +30,7 @@ SOURCES += ("backends/alibi_torch/_cpu/*.py", "backends/alibi_jax/_dispatch/*.py
 WITHOUT = ("plot.py", "__init__.py", "conformance.py", "_pytest_plugin.py", "_explain_model.py")
 # By package: the folders of tests, the names of those that are run in them, and the libraries of the drawn property.
 TESTS = {
-    "alibi_core": (("tests/core", "tests/contracts", "tests/mlx"), "not jax", ("numpy", "torch", "mlx")),
+    "alibi_core": (("tests/core", "tests/contracts", "tests/mlx"), "not jax", ("numpy", "torch", "mlx", "jax")),
     "alibi_torch": (("tests/contracts", "tests/torch"), "torch", ("torch",)),
     "alibi_jax": (("tests/contracts", "tests/jax"), "jax", ("jax",)),
     "alibi_mlx": (("tests/contracts", "tests/mlx"), "mlx", ("mlx",)),

@@ -58,7 +58,7 @@ COMPILED = {"jax": 90, "mlx": 5, "torch": 1}  # so many problems in a hundred: M
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn, lengths: tuple[tuple[int, int], ...] = LENGTHS) -> Problem:
     def one_of(values: Any) -> Any:
         return draw(st.sampled_from(values))
 
@@ -69,7 +69,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
     has_few_scores = maybe([False], 1) is None
     found: dict[str, Any] = {
-        "lengths": one_of(LENGTHS if has_few_scores else LONG),
+        "lengths": one_of(lengths if has_few_scores else LONG),
         "batch": one_of(BATCHES) if has_few_scores else (2,),
         "heads": one_of(HEADS) if has_few_scores else (1, 2),
         "head_dim": one_of((5, 1, 8, 32, 64)),
@@ -302,7 +302,10 @@ FOUND = (
     Problem((31, 31), segments="pair", gates="closed sometimes", wrt=("value", "log_gates"), tiling=Tiling((1, 4))),
     # Gates that close within a tile's rows, or between a query and keys of its segment; sums that float32 would round.
     Problem((257, 257), (2,), (1, 2), head_dim=64, slopes="default", gates="closed sometimes", wrt=TENSORS, seed=14449),
-    Problem((7, 7), (2, 3), (2, 2), gates="closed sometimes", segments="pair", tiling=Tiling((2, 4)), seed=28963),
+    Problem(
+        *((7, 7), (2, 3), (2, 2)),
+        **{"gates": "closed sometimes", "segments": "pair", "wrt": ("query",), "tiling": Tiling((2, 4)), "seed": 28963},
+    ),
     Problem((31, 31), (3,), gates="huge", mask="bhqk", wrt=("key", "log_gates"), seed=2),
     Problem((300, 500), (2,), (1, 2), gates="strong", q_offset=600, wrt=("key", "slopes", "log_gates"), luck=0),
     # Sinks: keys that are all alike or all far, a call that a kernel takes whole, rows without keys, queries beyond the
@@ -354,6 +357,23 @@ def kept(test: Any) -> Any:
     return functools.reduce(lambda test, problem: example(problem=problem)(test), found, test)
 
 
+cached_exact = functools.lru_cache(maxsize=SIBLINGS)(exact)
+
+
+def assert_exact(backend: Backend, problem: Problem, is_compiled: bool = False) -> None:
+    """Assert that result, weights and gradients are exact to rounding; compiled, with values of several seeds."""
+    count = SIBLINGS if is_compiled and not problem.closes_over else 1
+    siblings = [dataclasses.replace(problem, seed=problem.seed + i) for i in range(count)]
+    with problem.tiling.applied() if problem.tiling else contextlib.nullcontext():
+        found = computed(backend, siblings, is_compiled)
+    for sibling, each in zip(siblings, found, strict=True):
+        for name, actual in each.items():
+            try:
+                assert_within_budget(actual, cached_exact(sibling)[name])
+            except AssertionError as error:
+                raise AssertionError(f"{backend.name}, {name}: {error}\n{sibling!r}") from None
+
+
 @pytest.mark.parametrize("library", [param(x.name, x.name, x) for x in LIBRARIES.values()])
 @kept
 @given(problem=problems())
@@ -363,11 +383,10 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
     if problem.dtype not in LIBRARIES[library].dtypes:
         problem = dataclasses.replace(problem, dtype="float32")
     is_compiled = problem.luck < COMPILED.get(library, 0)
-    count = SIBLINGS if is_compiled and not problem.closes_over else 1
-    siblings = [dataclasses.replace(problem, seed=problem.seed + i) for i in range(count)]
-    answers = [exact(x) for x in siblings]
     for backend in backends(library):
-        if problem.dtype not in backend.framework.dtypes:
+        # JAX compiles for seconds: dense attention, the core's, is tried with half of the problems.
+        is_spared = backend.module == "alibi_jax" and backend.implementation == "dense" and problem.seed % 2 == 0
+        if is_spared or problem.dtype not in backend.framework.dtypes:
             continue
         if is_refused(backend, problem):
             with pytest.raises(
@@ -375,14 +394,7 @@ def test_attention_is_exact_with_its_gradients(problem: Problem, library: str) -
             ):
                 computed(backend, [problem], is_compiled=False)
             backend = dataclasses.replace(backend, implementation=None)  # by default, one that can is chosen
-        with problem.tiling.applied() if problem.tiling else contextlib.nullcontext():
-            found = computed(backend, siblings, is_compiled)
-        for sibling, answer, each in zip(siblings, answers, found, strict=True):
-            for name, actual in each.items():
-                try:
-                    assert_within_budget(actual, answer[name])
-                except AssertionError as error:
-                    raise AssertionError(f"{backend.name}, {name}: {error}\n{sibling!r}") from None
+        assert_exact(backend, problem, is_compiled)
 
 
 @pytest.mark.parametrize("library", [param(x.name, x.name, x) for x in LIBRARIES.values()])

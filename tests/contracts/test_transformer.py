@@ -20,7 +20,9 @@ SMALL = AlibiConfig(num_layers=2, embed_dim=28, num_heads=4, num_kv_heads=2, dro
 VOCAB_SIZE = 31
 # fmt: off
 BLOCKS = {
-    "parallel": {"block": "parallel", "activation": "gelu_tanh", "embedding_norm": True, "tied_head": False},
+    "parallel": {
+        "block": "parallel", "activation": "gelu_tanh", "embedding_norm": True, "tied_head": False, "forget_gate": True,
+    },
     "sequential": {},
     "shared_norm": {
         "block": "shared_norm", "norm": "rms_norm", "feed_forward_bias": False, "scale": 0.3, "clip_qkv": 0.5,

@@ -11,7 +11,6 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
-import alibi_mlx  # noqa: E402
 from alibi_mlx import AlibiAttention, KVCache  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
 from tests.support.mlx import assert_close, normal  # noqa: E402
@@ -254,24 +253,6 @@ def test_layer_refuses_caches_it_cannot_use() -> None:
 
 
 # --- Forget gates in layers and models --------------------------------------------------------------------------------
-
-
-def test_a_model_with_gates_generates_what_it_computes_and_what_pytorch_does(tmp_path: Any) -> None:
-    config = alibi_mlx.AlibiConfig(num_layers=2, embed_dim=32, num_heads=HEADS, forget_gate=True, dropout=0.0)
-    mx.random.seed(0)
-    model = alibi_mlx.AlibiLanguageModel(config, 50)
-    tokens = mx.random.randint(0, 50, (2, 6))
-    generated = tokens
-    for _ in range(8):
-        generated = mx.concatenate([generated, model(generated)[:, -1:].argmax(axis=-1)], axis=1)
-    assert mx.array_equal(model.generate(tokens, max_new_tokens=8), generated)
-    model.save_weights(str(tmp_path / "model.safetensors"))
-    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
-    other = alibi_torch.AlibiLanguageModel(config, 50).eval()
-    alibi_torch.load_weights(other, tmp_path / "model.safetensors")
-    with torch.no_grad():
-        found = other(torch.from_numpy(np.array(tokens)).long()).numpy()
-    np.testing.assert_allclose(found, model(tokens), atol=1e-5)
 
 
 def test_gates_stay_precise_and_are_not_dropped_by_other_caches() -> None:

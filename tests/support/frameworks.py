@@ -101,9 +101,23 @@ class Framework:
         return (importlib.import_module("jax") if self.name == "jax" else self.xp).vmap(function, axes)
 
 
+@dataclass(frozen=True)
+class OnDevice(Framework):
+    """PyTorch, with arrays on a device."""
+
+    device: str
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        return super().array(values, dtype).to(self.device)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return super().numpy(array.cpu())
+
+
 NUMPY = Framework("numpy", "numpy")
 STRICT = Framework("array_api_strict", "array_api_strict")
 TORCH = Framework("torch", "torch")
+CUDA = OnDevice("torch", "torch", "cuda")
 JAX = Framework("jax", "jax.numpy")
 MLX = Framework("mlx", "mlx.core")
 DASK = Framework("dask", "dask.array")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from alibi_core.backend import horizon
 from alibi_core.backend.checks import namespace_of
-from alibi_core.conformance.testing import DATA, LONGER, STEEP, UNIT_ROUNDOFF, Case, cases
+from alibi_core.conformance.testing import DATA, LONGER, STEEP, Case, cases
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import Backend
 
@@ -97,27 +96,3 @@ def assert_no_more_left_out(
     for tolerance in tolerances:
         result = attend(backend, case, dtype, tolerance=tolerance, **arguments)
         assert_within(result, case.exact(dtype, tolerance).output)
-
-
-def assert_exact(
-    backend: Backend,
-    case: Case,
-    dtype: str = "float32",
-    tolerance: float | None = None,
-    asked: Iterable[tuple[str, ...] | None] = (None,),
-) -> None:
-    """Assert that result and gradients of a case are exact to rounding, and to the tolerance.
-
-    Each item of ``asked`` names gradients that are asked for alone; None asks for all.
-    """
-    share = UNIT_ROUNDOFF[dtype] if tolerance is None else tolerance
-    assert_within(attend(backend, case, dtype, tolerance=tolerance), case.exact(dtype, share).output)
-    inputs = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
-    arguments = case.arguments | {"tolerance": tolerance}
-    if "future_slopes" in arguments:
-        inputs["future_slopes"] = arguments.pop("future_slopes")
-    answers = case.gradients(dtype, share)
-    for wanted in asked:
-        found = backend.gradients(inputs, case.arrays["cotangent"], dtype=dtype, wanted=wanted, **arguments)
-        for name, gradient in found.items():
-            assert_within(gradient, answers[name])

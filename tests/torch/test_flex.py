@@ -5,6 +5,7 @@ On a CPU, which has no gradients of FlexAttention, an emulation of the kernels s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import pkgutil
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import assume, example, given, settings
 
 torch = pytest.importorskip("torch")
 
@@ -22,150 +24,82 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import alibi_torch  # noqa: E402
 from alibi_core.backend import AttentionCall  # noqa: E402
+from tests.support.frameworks import CUDA, TORCH, Backend  # noqa: E402
+from tests.support.problems import Problem  # noqa: E402
+from tests.test_same_answer_everywhere import assert_exact, is_plain, problems  # noqa: E402
 
 # PyTorch's compiler asks each tensor for that, and hides this warning where it is no error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 BLOCK, BATCH, HEADS, KV_HEADS, HEAD_DIM = 128, 2, 4, 2, 16
-NAMES = ("query", "key", "value", "slopes", "future_slopes")
 SLOPES = torch.tensor([1.0, 0.25, 0.0, 2.0**-8])
 FUTURE = torch.tensor([0.5, 0.0, 0.125, 1.0])
-PLACES = torch.randn(320, 2, generator=torch.Generator().manual_seed(0)) * 9
-PLACES[3] = torch.nan  # a token without a position
-PLACES[9, 1] = torch.nan  # and one that lacks a coordinate
-PAIR = torch.arange(140) // 100, torch.arange(300) // 90  # segments of queries and keys
-AHEAD = torch.arange(300) - torch.arange(300)[:, None]  # how far a key is ahead of a query
-
-# Names, lengths (queries, keys) and arguments; tensors are made where they are used.
-CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
-    "one token": ((1, 1), {}),
-    "128": ((128, 128), {}),
-    "129": ((129, 129), {}),
-    "symmetric": ((300, 300), {"is_causal": False}),
-    "asymmetric": ((257, 257), {"is_causal": False, "future_slopes": FUTURE}),
-    "clamped": ((200, 200), {"is_causal": False, "future_slopes": FUTURE * 0}),
-    "decoding": ((1, 700), {}),
-    "a few queries": ((5, 300), {}),
-    "more queries than keys": ((300, 140), {}),
-    "fewer queries than keys": ((140, 400), {}),
-    "offset": ((200, 300), {"q_offset": 50}),
-    "a few queries far away": ((5, 300), {"q_offset": 1000}),
-    "one query before all keys": ((1, 1), {"q_offset": -3, "is_causal": False}),
-    "far offset": ((140, 300), {"q_offset": 1_000_000}),
-    "offset before the keys": ((300, 200), {"q_offset": -150, "is_causal": False, "future_slopes": FUTURE}),
-    "offset by batch": ((140, 300), {"q_offset": torch.tensor([-20, 333])}),
-    "symmetric offset by batch": ((140, 300), {"q_offset": torch.tensor([77, 400]), "is_causal": False}),
-    "window": ((500, 500), {"window_size": 130}),
-    "symmetric window": ((500, 600), {"window_size": 200, "is_causal": False}),
-    "window of one": ((140, 140), {"window_size": 0}),
-    "segments": ((400, 400), {"segment_ids": torch.arange(400) // 150}),
-    "segments by batch": ((300, 300), {"segment_ids": (torch.arange(300) + torch.tensor([[0], [40]])) // 120}),
-    "pair of segments": ((140, 300), {"segment_ids": PAIR, "is_causal": False}),
-    "mask by key": ((200, 300), {"mask": (torch.arange(300) % 7 > 3)[None, None, None, :], "is_causal": False}),
-    "mask by head": (
-        (200, 200),
-        {"mask": torch.arange(200) % torch.arange(3, 3 + HEADS)[:, None, None] > 0, "is_causal": False},
-    ),
-    "masked rows": ((140, 140), {"mask": torch.arange(140)[:, None] % 2 > torch.zeros(140)}),
-    "hidden neighbours": (
-        (300, 300),
-        {"mask": (AHEAD <= -90) | (AHEAD >= 120), "is_causal": False, "future_slopes": FUTURE},
-    ),
-    "scale": ((140, 140), {"scale": -0.7}),
-    "no horizon": ((300, 300), {"tolerance": 0.0}),
-    "negative slopes": ((300, 300), {"slopes": SLOPES - 0.01, "allow_negative_slopes": True}),
-    "slopes by batch": ((257, 257), {"slopes": SLOPES * torch.tensor([[1.0], [0.3]])}),
-    "times": ((300, 300), {"positions": PLACES[:300, 0]}),
-    "times after all keys": ((140, 300), {"positions": (torch.arange(140) + 10**7, torch.arange(300))}),
-    "points beside all keys": (
-        (140, 300),
-        {"positions": (PLACES[10:150] // 1 + 2**20, PLACES[10:310] // 1), "distance": "manhattan", "is_causal": False},
-    ),
-    "law": ((257, 257), {"law": "log"}),
-    "law far away": ((140, 300), {"law": "sqrt", "q_offset": 1000, "is_causal": False}),
-    "asymmetric law": ((140, 300), {"law": "log", "is_causal": False, "future_slopes": FUTURE, "window_size": 100}),
-    "points": ((257, 257), {"positions": PLACES[:257], "distance": "euclidean", "is_causal": False}),
-    "points on squares": ((100, 100), {"positions": PLACES[:100], "distance": "chebyshev", "is_causal": False}),
-    "points by batch": (
-        (140, 300),
-        {
-            "positions": ((PLACES[10:290] * 5).int().reshape(2, 140, 2), (PLACES[20:] * 5).int()),
-            "distance": "chebyshev",
-            "law": "sqrt",
-            "is_causal": False,
-            "segment_ids": PAIR,
-        },
-    ),
-    "1000": ((1000, 1000), {}),
-    "1024": ((1024, 1024), {}),
+FLEX = Backend(TORCH, "alibi_torch", "flex")
+# Of one block and of several, with and without a rest.
+LENGTHS = ((1, 1), (5, 300), (1, 700), (128, 128), (129, 129), (257, 257), (300, 140), (140, 400), (500, 500))
+NAMED = {
+    "1000": Problem((1000, 1000)),
+    "1024": Problem((1024, 1024)),
+    "one query before all keys": Problem((1, 1), q_offset=-3, is_causal=False),
+    "offset by batch": Problem((140, 300), q_offset="per entry"),
+    "mask by key": Problem((200, 300), mask="b11k", is_causal=False),
+    "mask by head": Problem((200, 200), mask="hqk", is_causal=False),
+    "segments by batch": Problem((300, 300), segments="one"),
+    "pair of segments": Problem((140, 300), segments="pair", is_causal=False),
 }
-TABLE = [pytest.param(*case, id=name) for name, case in CASES.items()]
 
 
-def tensors(
-    lengths: tuple[int, int],
-    *,
-    dtype: torch.dtype = torch.float32,
-    batch: tuple[int, ...] = (BATCH,),
-    heads: tuple[int, int] = (HEADS, KV_HEADS),
-    head_dim: int = HEAD_DIM,
-) -> list[torch.Tensor]:
+def taken(problem: Problem, dtype: str | None = "float32", **changes: Any) -> Problem:
+    """Return a problem as near to this one as FlexAttention takes."""
+    changes |= {"dtype": dtype or problem.dtype.replace("float64", "float32"), "gates": None, "tiling": None}
+    changes |= {"adds_bias": False, "returns_weights": False, "wrt": tuple(x for x in problem.wrt if x != "log_gates")}
+    return dataclasses.replace(problem, **changes)
+
+
+ALL = ("query", "key", "value", "slopes")
+CORNERS = (
+    Problem((500, 500), window_size=130, wrt=ALL),
+    Problem((400, 500), window_size=200, is_causal=False, wrt=ALL),
+    Problem((200, 300), q_offset=126, slopes="per entry", wrt=ALL),  # one token short of a whole block of keys
+    Problem((300, 200), q_offset=-150, is_causal=False, future="shared", wrt=(*ALL, "future_slopes")),
+    Problem((5, 300), q_offset=1000, is_causal=False),
+    Problem((300, 300), mask="bhqk", wrt=("key",)),
+    Problem((300, 300), segments="one", window_size=140, wrt=ALL),
+    Problem((700, 700), (2,), (2, 2), data="opposed"),
+)
+
+
+def drawn(test: Any) -> Any:
+    """Try problems of several blocks, and then draw others."""
+    test = given(problem=problems(LENGTHS).map(taken))(test)
+    return functools.reduce(lambda test, problem: example(problem=problem)(test), CORNERS, test)
+
+
+def tensors(lengths: tuple[int, int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(lengths))
-    (num_heads, num_kv_heads), (q_len, kv_len) = heads, lengths
-    shapes = [(num_heads, q_len), (num_kv_heads, kv_len), (num_kv_heads, kv_len)]
-    return [torch.randn((*batch, *shape, head_dim), generator=generator).to(dtype) for shape in shapes]
+    shapes = [
+        (n, length, HEAD_DIM) for n, length in zip((HEADS, KV_HEADS, KV_HEADS), (*lengths, lengths[1]), strict=True)
+    ]
+    return [torch.randn((BATCH, *shape), generator=generator) for shape in shapes]
 
 
 def attend(*inputs: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    given = {"slopes": SLOPES, "implementation": "flex"} | dict(zip(NAMES, inputs, strict=False)) | arguments
+    names = ("query", "key", "value", "slopes", "future_slopes")
+    given = {"slopes": SLOPES, "implementation": "flex"} | dict(zip(names, inputs, strict=False)) | arguments
     return alibi_torch.attention(**given)
 
 
-def moved(arguments: dict[str, Any], device: str) -> dict[str, Any]:
-    def move(value: Any) -> Any:
+def arguments_of(problem: Problem, device: str = "cpu") -> dict[str, Any]:
+    """Return the arguments of attention in float32 or in their own dtype, tensors on a device."""
+
+    def moved(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(move(x) for x in value)
+            return tuple(map(moved, value))
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
-    return {name: move(value) for name, value in arguments.items()}
-
-
-def differentiated(
-    implementation: str,
-    inputs: Sequence[torch.Tensor],
-    arguments: dict[str, Any],
-    *,
-    dtype: torch.dtype | None = None,
-    compiler: Callable[..., Any] = lambda function: function,
-) -> dict[str, torch.Tensor]:
-    """Return the result, and the gradients of its product with random numbers, by all floating inputs."""
-    leaves = dict(zip(NAMES, inputs, strict=False)) | {"slopes": SLOPES.to(inputs[0].device)}
-    leaves |= {name: x for name, x in arguments.items() if name in NAMES}
-    leaves = {name: x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for name, x in leaves.items()}
-    result = compiler(lambda leaves: attend(**arguments | leaves | {"implementation": implementation}))(leaves)
-    generator = torch.Generator().manual_seed(1)
-    cotangent = torch.randn(result.shape, generator=generator).to(inputs[0].dtype).to(result)
-    gradients = torch.autograd.grad((result * cotangent).sum(), list(leaves.values()))
-    return {"result": result.detach(), **dict(zip(leaves, gradients, strict=True))}
-
-
-def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], roundoff: float) -> None:
-    for name, x in expected.items():
-        assert actual[name].shape == x.shape
-        difference = (actual[name].cpu().double() - x.cpu()).abs().max().item()
-        assert difference <= roundoff * max(1.0, x.abs().max().item()), f"{name} is off by {difference}"
-
-
-def assert_exact(inputs: Sequence[torch.Tensor], arguments: dict[str, Any], roundoff: float = 5e-5, **how: Any) -> None:
-    """Assert that result and gradients are those of dense attention in float64."""
-    expected = differentiated("dense", inputs, arguments, dtype=torch.float64)
-    assert_near(differentiated("flex", inputs, arguments, **how), expected, roundoff)
-
-
-def assert_result(inputs: Sequence[torch.Tensor], arguments: dict[str, Any], roundoff: float = 1e-5) -> None:
-    """Assert that the result, without gradients, is that of dense attention in float64."""
-    right = attend(*(x.double() for x in inputs), **arguments, implementation="dense")
-    assert_near({"result": attend(*inputs, **arguments)}, {"result": right}, roundoff)
+    arrays = {"slopes": None}
+    arrays |= {name: TORCH.array(x) for name, x in problem.arrays.items() if name != "cotangent"}
+    return {name: moved(x) for name, x in (arrays | TORCH.placed(problem.arguments)).items()}
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -278,16 +212,18 @@ def planned(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 # --- The block mask ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lengths", "arguments"), TABLE)
+@drawn
 def test_the_mask_leaves_out_what_weighs_nothing_and_nothing_else(
-    planned: Callable[..., BlockMask], lengths: tuple[int, int], arguments: dict[str, Any]
+    planned: Callable[..., BlockMask], problem: Problem
 ) -> None:
-    query, key, value = tensors(lengths)
-    weighed, inside = visible(planned(query, key, value, **arguments), BATCH, HEADS)
-    given = {"slopes": SLOPES} | arguments
-    call = AttentionCall.check(query, key, value, **given, xp=xp)
+    problem = dataclasses.replace(problem, batch=(BATCH,), knows_norms=False)
+    assume(is_plain(problem))
+    given = arguments_of(problem)
+    weighed, inside = visible(planned(**given), BATCH, problem.num_heads)
+    call = AttentionCall.check(**given, xp=xp)
     bias, attends = call.bias()
-    scores = (call.scale * query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT + bias).double()
+    query, key = (given[name].double() for name in ("query", "key"))
+    scores = call.scale * query @ key.repeat_interleave(problem.heads[1], dim=1).mT + bias
     allowed = torch.isfinite(bias) & (attends if attends is not None else torch.tensor(True))
     assert not (weighed & ~allowed).any()
     assert not (allowed & inside & ~weighed).any()
@@ -313,10 +249,8 @@ def test_the_mask_skips_blocks_and_knows_whole_ones(planned: Callable[..., Block
     assert (partial | full)[:, ::2, 7, 0].all()
 
 
-@pytest.mark.parametrize(("lengths", "arguments"), TABLE)
-def test_planning_reads_nothing_from_the_device(
-    planned: Callable[..., BlockMask], lengths: tuple[int, int], arguments: dict[str, Any]
-) -> None:
+@drawn
+def test_planning_reads_nothing_from_the_device(planned: Callable[..., BlockMask], problem: Problem) -> None:
     class NoTransfers(TorchFunctionMode):
         """Refuse what makes a GPU's host wait though the meta device lets it pass: a number sent over as a tensor."""
 
@@ -324,31 +258,25 @@ def test_planning_reads_nothing_from_the_device(
             assert func not in (torch.tensor, torch.asarray, torch.as_tensor), f"{func.__name__}{args}"
             return func(*args, **(kwargs or {}))
 
-    given = moved({"slopes": SLOPES} | arguments, "meta")
+    assume(problem.batch != (0,) and problem.slopes != "default")  # these are sent over once
+    given = arguments_of(problem, "meta")
     with NoTransfers():
-        assert planned(*(x.to("meta") for x in tensors(lengths)), **given).kv_indices.device.type == "meta"
+        assert planned(**given).kv_indices.device.type == "meta"
 
 
 # --- What the kernels are given ------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("one token", "asymmetric", "offset by batch", "masked rows", "times", "times after all keys"),
-        *("law far away", "points beside all keys", "points by batch"),
-    ],
-)
-def test_flex_attention_itself_takes_the_mask_and_the_functions(name: str) -> None:
-    lengths, arguments = CASES[name]
-    assert_result(tensors(lengths), arguments, roundoff=4e-6)
+@drawn
+def test_flex_attention_itself_takes_the_mask_and_the_functions(problem: Problem) -> None:
+    assert_exact(FLEX, dataclasses.replace(problem, wrt=()))
 
 
 @pytest.mark.usefixtures("emulation")
-@pytest.mark.parametrize(("lengths", "arguments"), TABLE[:10])
-def test_gradients_of_what_the_kernels_are_given(lengths: tuple[int, int], arguments: dict[str, Any]) -> None:
-    assert_exact(tensors(lengths), arguments)
+@drawn
+def test_gradients_of_what_the_kernels_are_given(problem: Problem) -> None:
+    assert_exact(FLEX, problem)
 
 
 class Once(torch.autograd.Function):
@@ -391,20 +319,6 @@ def test_second_derivatives_are_those_of_attention_spelled_out(
         assert (one - other).abs().max() <= 5e-5 * max(1.0, other.abs().max().item())
 
 
-@pytest.mark.usefixtures("emulation")
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-def test_any_number_of_batch_axes(batch: tuple[int, ...]) -> None:
-    inputs = tensors((140, 140), batch=batch)
-    arguments: dict[str, Any] = {"q_offset": 0, "slopes": SLOPES.expand(*batch, HEADS)}
-    if batch:
-        arguments |= {
-            "q_offset": torch.arange(6).reshape(2, 3),
-            "segment_ids": torch.arange(140).reshape(1, 1, 140) // torch.tensor([[[50]], [[70]]]),
-            "mask": torch.arange(140) % torch.tensor([3, 4, 5])[:, None, None, None] > 0,
-        }
-    assert_exact(inputs, arguments)
-
-
 def test_distances_are_exact_at_any_position(monkeypatch: pytest.MonkeyPatch) -> None:
     far, zero, found = 2**24 + 299, torch.tensor(0), []  # float32 holds no odd number beyond 2**24
 
@@ -419,26 +333,35 @@ def test_distances_are_exact_at_any_position(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scale", "offset by batch", "segments by batch", "asymmetric", "points", None])
+@settings(max_examples=6)
+@drawn
 def test_plan_and_gradients_are_traced_into_what_the_caller_compiles(
-    name: str | None, on_any_device: None, monkeypatch: pytest.MonkeyPatch
+    on_any_device: None, monkeypatch: pytest.MonkeyPatch, problem: Problem
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    assert_exact(FLEX, problem, is_compiled=True)
+
+
+@pytest.mark.slow
+def test_what_the_caller_compiles_serves_other_lengths(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     torch.compiler.reset()
-    compiler = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
-    if name is not None:
-        lengths, arguments = CASES[name]
-        assert_exact(tensors(lengths), arguments, compiler=compiler)
-        return
-    for length in (140, 300):  # of default slopes
+    function = functools.partial(attend, slopes=None)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for length in (140, 300):
         inputs = [x.requires_grad_() for x in tensors((length, length))]
-        function = functools.partial(attend, slopes=None)
-        losses = [compiler(function)(*inputs).square().sum(), function(*inputs, implementation="dense").square().sum()]
+        losses = [compiled(*inputs).square().sum(), function(*inputs, implementation="dense").square().sum()]
         for one, other in zip(*(torch.autograd.grad(x, inputs) for x in losses), strict=True):
             assert (one - other).abs().max() <= 5e-5 * other.abs().max()
 
 
 # --- Compiled as on a GPU ------------------------------------------------------------------------------------------
+
+
+def forget() -> None:
+    """Forget compiled calls, or a compiler would count those of many problems as one that is compiled too often."""
+    pkgutil.resolve_name("alibi_torch._flex.kernels:_compiled").cache_clear()
+    torch.compiler.reset()
 
 
 @pytest.fixture
@@ -449,9 +372,7 @@ def compiled_here(
     counter = CompileCounterWithBackend(getattr(request, "param", "aot_eager"))
     monkeypatch.setattr("alibi_torch._flex.kernels.COMPILED_ON", ("cpu",))
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend=counter))
-    forget = pkgutil.resolve_name("alibi_torch._flex.kernels:_compiled").cache_clear
     forget()
-    torch.compiler.reset()
     yield counter
     forget()
 
@@ -462,27 +383,26 @@ def test_a_call_is_compiled_once_for_all_lengths(
 ) -> None:
     for graphs, all_lengths in ((1, ((300, 300), (301, 301))), (2, ((1, 300), (1, 301)))):
         for lengths in all_lengths:
-            assert_result(tensors(lengths), {})
+            assert_exact(FLEX, Problem(lengths))
         assert compiled_here.frame_count == graphs
     monkeypatch.setattr("alibi_torch._internals._found", lambda name: None)  # a PyTorch without its private names
-    assert_result(tensors((302, 302)), {})
+    assert_exact(FLEX, Problem((302, 302)))
 
 
 @pytest.mark.slow
 def test_a_compiled_call_keeps_no_number_of_an_earlier_one(compiled_here: CompileCounterWithBackend) -> None:
     for numbers in ({"scale": 0.5}, {"scale": 0.25}, {"q_offset": 3}, {"q_offset": 40}, {"window_size": 90}):
         for batch in (2, 3):
-            assert_result(tensors((200, 300), batch=(batch,)), numbers)
-    for heads, head_dim in (((4, 4), 16), ((4, 1), 16), ((4, 2), 1), ((4, 2), 5)):
-        assert_result(tensors((200, 200), heads=heads, head_dim=head_dim), {})
+            assert_exact(FLEX, Problem((200, 300), (batch,), **numbers))
+    for heads, head_dim in (((4, 1), 16), ((1, 4), 16), ((2, 2), 1), ((2, 2), 5)):
+        assert_exact(FLEX, Problem((200, 200), heads=heads, head_dim=head_dim))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lengths", "arguments"), TABLE)
-def test_compiled_calls_give_the_result(
-    compiled_here: CompileCounterWithBackend, lengths: tuple[int, int], arguments: dict[str, Any]
-) -> None:
-    assert_result(tensors(lengths), arguments)
+@drawn
+def test_compiled_calls_give_the_result(compiled_here: CompileCounterWithBackend, problem: Problem) -> None:
+    forget()
+    assert_exact(FLEX, dataclasses.replace(problem, wrt=()))
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------------
@@ -514,53 +434,39 @@ def test_kernel_options_are_those_of_flex_attention() -> None:
 
 # --- CUDA ----------------------------------------------------------------------------------------------------------
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-
-
-def assert_cuda_agrees(lengths: tuple[int, int], roundoff: float, arguments: dict[str, Any], **sizes: Any) -> None:
-    inputs, arguments = [x.cuda() for x in tensors(lengths, **sizes)], moved({"slopes": SLOPES} | arguments, "cuda")
-    assert_exact(inputs, arguments, roundoff)
-    # By other kernels: without padding, and by that for few queries.
-    assert_result(inputs, arguments, roundoff)
+ON_CUDA = Backend(CUDA, "alibi_torch", "flex")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
 
 @pytest.mark.cuda
-@CUDA
-@pytest.mark.parametrize(("lengths", "arguments"), TABLE)
-def test_cuda_gives_the_result_and_its_gradients(lengths: tuple[int, int], arguments: dict[str, Any]) -> None:
-    assert_cuda_agrees(lengths, 5e-5, arguments)
+@on_cuda
+@given(problem=problems(LENGTHS).map(functools.partial(taken, dtype=None)))
+def test_cuda_gives_the_result_and_its_gradients(problem: Problem) -> None:
+    # Without gradients by other kernels: without padding, and by one for few queries.
+    for wrt in (problem.wrt, ()):
+        assert_exact(ON_CUDA, dataclasses.replace(problem, wrt=wrt))
 
 
 @pytest.mark.cuda
-@CUDA
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["1000", "decoding", "asymmetric", "far offset", "mask by head"])
-def test_cuda_does_so_in_low_precision(name: str, dtype: torch.dtype) -> None:
-    lengths, arguments = CASES[name]
-    assert_cuda_agrees(lengths, 16 * torch.finfo(dtype).eps, arguments, dtype=dtype)
-
-
-@pytest.mark.cuda
-@CUDA
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 64), ((6, 2), 5), ((4, 1), 80), ((4, 2), 128)])
+@on_cuda
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 1), 64), ((2, 3), 5), ((1, 4), 80), ((2, 2), 128)])
 @pytest.mark.parametrize("lengths", [(200, 200), (1, 500)])
 def test_cuda_takes_any_heads(heads: tuple[int, int], head_dim: int, lengths: tuple[int, int]) -> None:
-    slopes = torch.rand(heads[0], generator=torch.Generator().manual_seed(0))
-    assert_cuda_agrees(lengths, 5e-5, {"slopes": slopes}, heads=heads, head_dim=head_dim)
+    for wrt in (("query", "key", "value", "slopes"), ()):
+        assert_exact(ON_CUDA, Problem(lengths, heads=heads, head_dim=head_dim, wrt=wrt))
 
 
 @pytest.mark.cuda
-@CUDA
-@pytest.mark.parametrize("name", ["1000", "offset by batch", "segments", "pair of segments", "mask by head"])
-def test_cuda_is_never_waited_for(name: str) -> None:
-    lengths, arguments = CASES[name]
-    inputs = [x.cuda().requires_grad_() for x in tensors(lengths, dtype=torch.bfloat16)]
-    slopes = SLOPES.cuda().requires_grad_()
-    arguments = moved(arguments, "cuda")
+@on_cuda
+@pytest.mark.parametrize("problem", [*NAMED.values()][::2], ids=[*NAMED][::2])
+def test_cuda_is_never_waited_for(problem: Problem) -> None:
+    given = arguments_of(problem, "cuda")
+    inputs = {name: given.pop(name).bfloat16().requires_grad_() for name in ("query", "key", "value")}
+    slopes = given.pop("slopes").requires_grad_()
 
     def step() -> None:
-        attend(*inputs, **arguments, slopes=None)
-        attend(*inputs, slopes, **arguments).sum().backward()
+        attend(**inputs, **given, slopes=None)
+        attend(**inputs, **given, slopes=slopes).sum().backward()
 
     step()  # which compiles
     torch.cuda.synchronize()
@@ -572,8 +478,6 @@ def test_cuda_is_never_waited_for(name: str) -> None:
 
 
 @pytest.mark.cuda
-@CUDA
+@on_cuda
 def test_cuda_trains_within_what_the_caller_compiles() -> None:
-    torch.compiler.reset()
-    inputs = [x.cuda() for x in tensors((200, 200))]
-    assert_exact(inputs, {}, 2e-5, compiler=functools.partial(torch.compile, fullgraph=True))
+    assert_exact(ON_CUDA, Problem((200, 200), wrt=("query", "key", "value", "slopes")), is_compiled=True)

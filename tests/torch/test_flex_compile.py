@@ -47,7 +47,7 @@ def traced(name: str) -> dict[str, Any]:
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
 
-    from tests.torch.test_flex import CASES, attend, differentiated, tensors
+    from tests.torch.test_flex import NAMED, arguments_of, attend
 
     graphs: dict[str, Any] = {}
 
@@ -72,12 +72,13 @@ def traced(name: str) -> dict[str, Any]:
 
         return stop
 
-    lengths, arguments = CASES[name]
-    inputs = tensors(lengths)
+    arguments = arguments_of(NAMED[name])
     with mock.patch("torch.compile", partial(torch.compile, backend=backend)):
-        for call in (lambda: attend(*inputs, **arguments), lambda: differentiated("flex", inputs, arguments)):
+        for needs_gradients in (False, True):
+            for tensor in ("query", "key", "value", "slopes"):
+                arguments[tensor].requires_grad_(needs_gradients)
             with contextlib.suppress(TracedError):
-                call()
+                attend(**arguments).sum().backward()
     return graphs
 
 

@@ -36,8 +36,6 @@ def test_points_in_torch_func_and_in_derivatives_of_derivatives() -> None:
     torch.testing.assert_close(torch.func.grad(partial(loss, between))(query.detach()), expected, rtol=0, atol=1e-5)
     second, second_expected = (torch.autograd.grad(x.square().sum(), query)[0] for x in (gradients, expected))
     torch.testing.assert_close(second, second_expected, rtol=1e-4, atol=1e-4)
-    one = torch.func.vmap(lambda q, k, v, p: between(q, k, v, SLOPES, positions=p))(query, key, value, points)
-    torch.testing.assert_close(one, between(query, key, value, SLOPES, positions=points), rtol=0, atol=1e-6)
 
 
 def test_a_program_with_points_is_exported_for_any_length() -> None:
