@@ -38,20 +38,24 @@ FLEX = Backend(TORCH, "alibi_torch", "flex")
 # Of one block and of several, with and without a rest.
 LENGTHS = ((1, 1), (5, 300), (1, 700), (128, 128), (129, 129), (257, 257), (300, 140), (140, 400), (500, 500))
 NAMED = {
-    "1000": Problem((1000, 1000)),
-    "1024": Problem((1024, 1024)),
-    "one query before all keys": Problem((1, 1), q_offset=-3, is_causal=False),
-    "offset by batch": Problem((140, 300), q_offset="per entry"),
-    "mask by key": Problem((200, 300), mask="b11k", is_causal=False),
-    "mask by head": Problem((200, 200), mask="hqk", is_causal=False),
-    "segments by batch": Problem((300, 300), segments="one"),
-    "pair of segments": Problem((140, 300), segments="pair", is_causal=False),
+    "1000": Problem((1000, 1000), head_dim=16),
+    "1024": Problem((1024, 1024), head_dim=16),
+    "one query before all keys": Problem((1, 1), q_offset=-3, is_causal=False, head_dim=16),
+    "offset by batch": Problem((140, 300), q_offset="per entry", head_dim=16),
+    "mask by key": Problem((200, 300), mask="b11k", is_causal=False, head_dim=16),
+    "mask by head": Problem((200, 200), mask="hqk", is_causal=False, head_dim=16),
+    "segments by batch": Problem((300, 300), segments="one", head_dim=16),
+    "pair of segments": Problem((140, 300), segments="pair", is_causal=False, head_dim=16),
 }
 
 
-def taken(problem: Problem, dtype: str | None = "float32", **changes: Any) -> Problem:
+def taken(problem: Problem, dtype: str | None = "float32") -> Problem:
     """Return a problem as near to this one as FlexAttention takes."""
-    changes |= {"dtype": dtype or problem.dtype.replace("float64", "float32"), "gates": None, "tiling": None}
+    changes: dict[str, Any] = {
+        "dtype": dtype or problem.dtype.replace("float64", "float32"),
+        "gates": None,
+        "tiling": None,
+    }
     changes |= {"adds_bias": False, "returns_weights": False, "wrt": tuple(x for x in problem.wrt if x != "log_gates")}
     return dataclasses.replace(problem, **changes)
 
