@@ -52,7 +52,7 @@ class NextStep:
 
 
 def arguments_of(query: Any, key: mx.array, value: mx.array, slopes: Any, *rules: Any) -> tuple[Any, ...] | None:
-    """Return what decides about a step of one query, apart from its tokens; None if slopes may have gradients."""
+    """Return the arguments that decide about a step of one query; None if slopes may have gradients."""
     kinds = tuple(map(type, rules))  # before values, which then compare without fail: True is no window of 1
     if not isinstance(query, mx.array) or query.ndim != 4 or query.shape[2] != 1 or not set(kinds) <= set(PLAIN):
         return None
