@@ -51,12 +51,12 @@ NAMED = {
 
 def taken(problem: Problem, dtype: str | None = "float32") -> Problem:
     """Return a problem as near to this one as FlexAttention takes."""
-    changes: dict[str, Any] = {
-        "dtype": dtype or problem.dtype.replace("float64", "float32"),
-        "gates": None,
-        "tiling": None,
-    }
-    changes |= {"adds_bias": False, "returns_weights": False, "wrt": tuple(x for x in problem.wrt if x != "log_gates")}
+    changes: dict[str, Any] = {"dtype": dtype or problem.dtype.replace("float64", "float32")}
+    changes |= dict.fromkeys(("gates", "sinks", "tiling"))
+    changes |= dict.fromkeys(("adds_bias", "returns_weights"), False)
+    if "far" in (problem.points or ""):  # the box around all keys, far and near, says how near a visible one is
+        changes["points"] = None
+    changes["wrt"] = tuple(x for x in problem.wrt if x not in ("log_gates", "sinks"))
     return dataclasses.replace(problem, **changes)
 
 

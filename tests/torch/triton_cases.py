@@ -47,9 +47,10 @@ def _plans_for_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taken(problem: Problem) -> Problem:
     """Return a problem as near to this one as the kernels take; a mask is that of a tokenizer."""
-    changes: dict[str, Any] = {"dtype": problem.dtype.replace("float64", "float32"), "gates": None, "law": "linear"}
+    changes: dict[str, Any] = {"dtype": problem.dtype.replace("float64", "float32"), "law": "linear"}
+    changes |= dict.fromkeys(("gates", "sinks"))
     changes |= {"mask": problem.mask and "bk:int", "points": None, "adds_bias": False, "returns_weights": False}
-    changes |= {"tiling": None, "wrt": tuple(x for x in problem.wrt if x != "log_gates")}
+    changes |= {"tiling": None, "wrt": tuple(x for x in problem.wrt if x not in ("log_gates", "sinks"))}
     return dataclasses.replace(problem, **changes)
 
 
