@@ -98,7 +98,16 @@ KEY_ONLY = {"bloom": (12, 40), "falcon": (8, 300), "mpt": (12, 40)}  # number of
 
 
 class GoldenError(ValueError):
-    """Golden vectors or results are unusable; the message names the file and the reason."""
+    """Golden vectors or results are unusable; the message names the file and the reason.
+
+    Example:
+        >>> from alibi_core.conformance import check_golden
+        >>> try:
+        ...     check_golden("nowhere", "results.safetensors")
+        ... except GoldenError as error:
+        ...     print(error)
+        nowhere/index.json: No such file or directory
+    """
 
 
 # --- Written ----------------------------------------------------------------------------------------------------------
