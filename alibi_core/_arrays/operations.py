@@ -146,13 +146,20 @@ def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
     """
     if index.ndim == 1 < array.ndim:
         return xp.take(array, index if lacks_64_bits(xp) else astype(xp, index, xp.int64), axis=axis)  # as ndonnx asks
+    others = [(*x.shape[:axis], 1, *x.shape[axis:][1:]) for x in (array, index)]
     if library_name(xp) == "torch":
         # Not take_along_dim, under which torch.export fixes all sizes. The axis itself is not broadcast.
-        wide = list(xp.broadcast_shapes(*((*x.shape[:axis], 1, *x.shape[axis:][1:]) for x in (array, index))))
+        wide = list(xp.broadcast_shapes(*others))
         wide[axis] = -1
         return xp.gather(array.expand(wide), axis, index.long().expand(wide))
     if is_jax(xp):
         return xp.take_along_axis(array, index, axis=axis, mode="clip")  # the default mode tests each index
+    if library_name(xp) == "dask.array":  # it lacks the function: NumPy's, in one block
+        wide = list(np.broadcast_shapes(*others))
+        whole = [
+            xp.broadcast_to(x, (*wide[:axis], x.shape[axis], *wide[axis:][1:])).rechunk(-1) for x in (array, index)
+        ]
+        return xp.map_blocks(np.take_along_axis, *whole, axis, dtype=array.dtype, chunks=whole[1].shape)
     if is_mlx(xp):
         index = stop_gradient(xp, index)  # MLX would differentiate indices that depend on differentiated arrays
     return xp.take_along_axis(array, index, axis=axis)

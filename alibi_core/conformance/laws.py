@@ -268,6 +268,7 @@ def gates(trial: Trial) -> Iterator[Case]:
         *({"window_size": 3}, {"slopes_per_batch": True}),
     )
     yield from (Case(SQUARE, gates=kind, **x) for x in changes for kind in ("strong", "closed"))
+    yield _rising({"log_gates": np.full((1, 1, 600), np.float32(-0.3))}, slope=0.0)  # in low precision, too
 
 
 @attention_law()
@@ -367,17 +368,24 @@ def large(trial: Trial) -> Iterator[Case]:
     yield Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed)
 
 
-@attention_law()
-def precision(trial: Trial) -> Iterator[Case]:
-    """A step of the bias counts at any distance: positions, distances, bias and sums have float32's digits at least."""
-    case = Case(Sizes(1, 1, 1, (600, 600), 4))
-    yield from (dataclasses.replace(case, seed=seed, data="no_queries") for seed in range(2))
-    # With each token back, scores rise by 0.30078125, exact in bfloat16, and the bias falls by 0.3.
+LONG_LINE = Sizes(1, 1, 1, (600, 600), 4)
+
+
+def _rising(arguments: dict[str, Any], slope: float) -> Case:
+    """Return a case whose scores rise by 0.30078125 with each token back, exact in bfloat16: beside a fall by 0.3."""
     back = np.arange(600.0)[:, None]
     key = np.concatenate([-(back // 256) * 256, -(back % 256), back * 0, back * 0], axis=1)
     halves = np.repeat(back // 300, 4, axis=1)
     tensors = {"query": np.full((1, 1, 600, 4), 2 * 0.30078125), "key": key[None, None], "value": halves[None, None]}
-    yield case.with_arrays(**tensors, slopes=np.asarray([np.float32(0.3)], np.float64))
+    case = Case(LONG_LINE).with_arguments("causal", arguments) if arguments else Case(LONG_LINE)
+    return case.with_arrays(**tensors, slopes=np.asarray([slope]))
+
+
+@attention_law()
+def precision(trial: Trial) -> Iterator[Case]:
+    """A step of the bias counts at any distance: positions, distances, bias and sums have float32's digits at least."""
+    yield from (Case(LONG_LINE, seed=seed, data="no_queries") for seed in range(2))
+    yield _rising({}, slope=float(np.float32(0.3)))
     # Products of features add up to 256 before they cancel; the remainder, which matters, is small.
     case = Case(Sizes(1, 1, 1, (40, 40), 64), seed=1)
     key = np.concatenate([case.arrays["key"][..., :32] / 8 + 4, case.arrays["key"][..., 32:] / 8 - 4], axis=-1)

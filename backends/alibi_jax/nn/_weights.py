@@ -85,8 +85,8 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         missing, unknown = sorted(parameters.keys() - arrays.keys()), sorted(arrays.keys() - parameters.keys())
         raise ValueError(
             f"{os.fspath(path)} must hold the module's parameters, got {missing or 'none'} missing and "
-            f"{unknown or 'none'} unknown; give the module the bias and learnable_slopes it was saved with, and save "
-            "quantized weights in floating point"
+            f"{unknown or 'none'} unknown; give the module the bias, learnable_slopes, forget_gate and sinks it was "
+            "saved with, and save quantized weights in floating point"
         )
     for name, (parameter, transposed) in parameters.items():
         expected = parameter.shape[::-1] if transposed else parameter.shape
