@@ -78,7 +78,12 @@ def show(results: dict[str, Any]) -> None:
         for method, found in results["methods"].items():
             losses = np.array([found[protocol][str(length)] for length in lengths])  # [lengths, seeds]
             means, apart = losses.mean(axis=1), np.ptp(losses, axis=1).max() / 2
-            table.add_row(method, *(f"{x:.3f}" for x in means), f"{means[-1] - means[0]:+.3f}", f"{apart:.3f}")
+            table.add_row(
+                method,
+                *(f"{x:.3f}" for x in means),
+                f"{means[-1] - means[0]:+.3f}",
+                f"{apart:.3f}" if losses.shape[1] > 1 else "one seed",
+            )
         Console().print(table)
 
 
