@@ -10,6 +10,8 @@ import numpy as np
 
 from alibi_core._arrays import Namespace, checks, host_values, namespace_of
 
+PLAIN = (bool, int, float, str, type(None))  # types of arguments that are no arrays
+
 
 def check_new_tokens(
     xp: Namespace, key: Any, value: Any, sizes: tuple[int, ...], dtype: Any, length_axis: int = 2
@@ -133,6 +135,15 @@ def check_span(length: int, q_len: int) -> None:
         raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
     if length < q_len:
         raise ValueError(f"query must be of the {length} last tokens, whose keys are all held, got q_len {q_len}")
+
+
+def plain_rules(*rules: Any) -> tuple[Any, ...] | None:
+    """Return rules with their types, to compare a step of decoding with later ones; None if one is no plain value.
+
+    Types come first, and values then compare without fail: True is no window of 1.
+    """
+    kinds = tuple(map(type, rules))
+    return (kinds, rules) if all(kind in PLAIN for kind in kinds) else None
 
 
 def over_keys(fit: Callable[[Any], Any], mask: Any, segment_ids: Any) -> dict[str, Any]:

@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core.backend import AttentionCall
+from alibi_core.backend.caches import plain_rules
 from alibi_mlx._kernels import float32
 from alibi_mlx._plan import reads_all
-
-PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ class NextStep:
 
 def arguments_of(query: Any, key: mx.array, value: mx.array, slopes: Any, *rules: Any) -> tuple[Any, ...] | None:
     """Return the arguments that decide about a step of one query; None if slopes may have gradients."""
-    kinds = tuple(map(type, rules))  # before values, which then compare without fail: True is no window of 1
-    if not isinstance(query, mx.array) or query.ndim != 4 or query.shape[2] != 1 or not set(kinds) <= set(PLAIN):
+    plain = plain_rules(*rules)
+    if not isinstance(query, mx.array) or query.ndim != 4 or query.shape[2] != 1 or plain is None:
         return None
     if slopes is not None:
         if not isinstance(slopes, np.ndarray):
             return None
         slopes = slopes.dtype, slopes.shape, slopes.tobytes()
     sizes = ((*x.shape[:2], x.shape[3], x.dtype) for x in (key, value))
-    return kinds, rules, slopes, query.shape, query.dtype, *sizes
+    return plain, slopes, query.shape, query.dtype, *sizes

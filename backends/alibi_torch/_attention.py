@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alibi_core import slopes as canonical
 from alibi_core.backend import AttentionCall, checks, dense_attention, fixed_positions
+from alibi_core.backend.caches import PLAIN
 from alibi_core.backend.checks import explains_keywords, host_values, non_negative_number, one_of
 from alibi_core.backend.horizon import KeyNorms
 from alibi_torch import _cpu
@@ -129,9 +130,6 @@ def attention(
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
     return run(call, query, key, value, implementation, norms, kernel_options)
-
-
-PLAIN = (bool, int, float, str, type(None))
 
 
 def checked(

@@ -19,6 +19,7 @@ from alibi_core.backend.caches import (
     check_span,
     counts_of_rows,
     over_keys,
+    plain_rules,
     read_lengths,
 )
 from alibi_core.backend.checks import (
@@ -29,7 +30,7 @@ from alibi_core.backend.checks import (
     positive_int,
 )
 from alibi_core.backend.horizon import KeyNorms
-from alibi_torch._attention import PLAIN, checked, is_special, run
+from alibi_torch._attention import checked, is_special, run
 from alibi_torch._cpu import NEAR, NextStep, attend_last_query, is_last_query, norm_bounds, unit_strided, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS, autocast_dtype, autocasted, has_tangent, needs_gradients
 from alibi_torch._internals import in_transform, is_watched, skipped_by_compilers, version
@@ -297,11 +298,11 @@ class KVCache:
             return None
         if needs_gradients(*tensors) or has_tangent(*tensors) or autocast_dtype("cpu") is not None:
             return None
-        kinds = tuple(map(type, rules))  # before values, which then compare without fail: True is no window of 1
-        if not all(kind in PLAIN for kind in kinds):
+        plain = plain_rules(*rules)
+        if plain is None:
             return None
         rates = None if slopes is None else (slopes.dtype, slopes.tolist())
-        return kinds, rules, rates, query.shape, query.dtype, own.shape, own.dtype
+        return plain, rates, query.shape, query.dtype, own.shape, own.dtype
 
     def _attend_next(self, step: NextStep, query: Tensor) -> Tensor:
         """Return the result of a step whose arguments have been checked."""
